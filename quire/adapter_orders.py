@@ -6,7 +6,7 @@ import msgspec
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
-    """Adapter's directory and content."""
+    """Reference to an adapter's directory and content, in requests and plans."""
 
     path: str
     """Directory in PEFT's layout."""

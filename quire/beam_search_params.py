@@ -13,13 +13,10 @@ from quire.sampling_params import SamplingParams
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one beam search. Invalid values raise UserError with `param` set.
-
-    beam_width: beams (1..32) and returned hypotheses. temperature: 0 or 1, with the same effect: nothing is drawn.
-    length_penalty, early_stopping: see SamplingParams. ignore_eos: only max_tokens ends a hypothesis. logprobs:
-    alternatives (0..20) reported for each token. include_stop_str_in_output: the text shows special tokens, the end
-    token included.
-    """
+    """Settings of one beam search. Invalid values raise UserError with `param` set. beam_width: beams (1..32) and
+    returned hypotheses. temperature: 0 or 1, without effect. length_penalty, early_stopping: see SamplingParams.
+    ignore_eos: only max_tokens ends a hypothesis. logprobs: alternatives (0..20) reported for each token.
+    include_stop_str_in_output: the text shows special tokens."""
 
     beam_width: int
     max_tokens: int

@@ -16,7 +16,7 @@ class QuireError(Exception):
     """Base of all errors that Quire raises on purpose."""
 
     def again(self) -> QuireError:
-        """The exception to raise again."""
+        """Exception to raise for a further caller of the same failure."""
         return self
 
 
@@ -98,7 +98,7 @@ class EngineDeadError(QuireError):
         self.error_id = error_id or new_error_id()
 
     def again(self) -> EngineDeadError:
-        """A new exception, because each raise needs a traceback of its own."""
+        """Exception for a further caller: each raise needs a traceback of its own."""
         return EngineDeadError(str(self), summary=self.summary, error_id=self.error_id)
 
 

@@ -22,7 +22,7 @@ class EncodeSlice(msgspec.Struct, array_like=True, frozen=True):
     key: bytes
     num_layers: int
     image: PromptImage | None
-    """Image, set with the first layers."""
+    """Image to encode; set with the order for its first layers."""
 
 
 class ImageOrders(msgspec.Struct, array_like=True):

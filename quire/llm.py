@@ -18,11 +18,12 @@ from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam
 from quire.config.engine_keywords import EngineKeywords
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.adapters import LoRARequests
-from quire.engine.call_options import CallOptions, PoolingOptions, truncation_of
+from quire.engine.call_options import CallOptions, PoolingOptions, truncation_of, with_processor_kwargs
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs, RequestRejected
 from quire.errors import EngineDeadError, InternalError, UserError
+from quire.multimodal.inputs import MediaOptions
 from quire.offline_engine import Conversation, OfflineEngine
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.pooling_outputs import (
@@ -68,7 +69,7 @@ class LLM(OfflineEngine):
 
     @classmethod
     def from_options(cls, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> LLM:
-        """executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
+        """LLM of options. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
         llm = cls.__new__(cls)
         llm._open(options, executor)
         return llm
@@ -90,16 +91,14 @@ class LLM(OfflineEngine):
 
         prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
         sampling_params: one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar
-        if standard error is a terminal and the call takes longer than a second. lora_request: one adapter for all, or
-        one each (docs/adapters.md). priority: one for all or one each; lower is earlier (docs/scheduling.md). options:
-        see CallOptions.
+        if standard error is a terminal and the call takes longer than a second. lora_request, priority: one for all, or
+        one each (docs/adapters.md, docs/scheduling.md). options: see CallOptions.
 
         Raises UserError, with the prompt's index, before anything runs; EngineDeadError when the engine fails;
-        InternalError when an output cannot be processed (the tokenizer fails). After an error or Ctrl-C nothing is left
-        running.
+        InternalError when an output cannot be processed. After an error or Ctrl-C nothing is left running.
         """
         truncation = truncation_of(options)
-        listed = _as_list(prompts)
+        listed = [with_processor_kwargs(prompt, options) for prompt in _as_list(prompts)]
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [msgspec.structs.replace(each, **truncation) for each in _params_for(listed, given)]
         priorities = _priorities_for(listed, 0 if priority is None else priority)
@@ -139,10 +138,8 @@ class LLM(OfflineEngine):
         template."""
         content_format = options.pop("chat_template_content_format", "auto")
         priority = options.pop("priority", None)
-        of_texts = CallOptions(
-            tokenization_kwargs=options.pop("tokenization_kwargs", None),
-            mm_processor_kwargs=options.pop("mm_processor_kwargs", None),
-        )
+        of_texts = CallOptions(tokenization_kwargs=options.pop("tokenization_kwargs", None))
+        media = MediaOptions.of(options.pop("mm_processor_kwargs", None))
         if unknown := options.keys() - ChatOptions.__annotations__.keys():
             raise UserError(f"chat has no argument {min(unknown)!r}", param=min(unknown))
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -153,6 +150,7 @@ class LLM(OfflineEngine):
                     conversation,  # type: ignore[arg-type]  # told apart above
                     source=chat_template,
                     content_format=content_format,
+                    media=media,
                     **options,
                 )
                 prompts.append(self._input_processor.render_chat(whole).prompt())
@@ -357,7 +355,7 @@ class LLM(OfflineEngine):
 
 
 class _Interrupt:
-    """Ctrl-C that waits for a safe moment."""
+    """Ctrl-C during a call of LLM, held until the engine is between two steps."""
 
     def __init__(self) -> None:
         self._pending: tuple[int, FrameType | None] | None = None
@@ -440,6 +438,8 @@ def _texts(data: str | Sequence[str], name: str) -> list[str]:
 
 def _truncation(truncate: int | None, options: PoolingOptions) -> int | None:
     given = truncation_of(options)
+    if options.get("mm_processor_kwargs"):
+        raise UserError("mm_processor_kwargs: models that pool take no pictures", param="mm_processor_kwargs")
     if given.get("truncation_side", "right") != "right":
         raise UserError("truncation_side must be 'right' for models that pool", param="tokenization_kwargs")
     found: int | None = given.get("truncate_prompt_tokens", truncate)

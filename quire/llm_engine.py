@@ -79,11 +79,8 @@ class LLMEngine(OfflineEngine):
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Do one engine step and return its outputs, in the form of `SamplingParams.output_kind`: by default the whole
-        state of each request that got tokens.
-
-        Raises UserError for a request that can never run, and InternalError for one whose output cannot be processed;
-        the others go on. Raises EngineDeadError when the engine fails.
-        """
+        state of each request that got tokens. Raises UserError for a request that can never run, InternalError for one
+        whose output cannot be processed; the others go on. Raises EngineDeadError."""
         with self._busy:
             if not self._errors and not self._outputs and self._output_processor.num_unfinished:
                 self._keep(self._client.receive() or EngineOutputs())

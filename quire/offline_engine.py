@@ -91,8 +91,8 @@ class OfflineEngine:
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release memory until `wake_up`: the KV cache, and the weights, which go to host memory where there is a
-        device (level 1) or are dropped (level 2). Requests are rejected meanwhile (docs/gpu.md). mode: one of MODES,
-        all alike here because no request runs. Raises UserError while requests live or prefixes are registered."""
+        device (level 1) or are dropped (level 2) (docs/gpu.md). Requests are rejected meanwhile. mode: one of MODES,
+        all alike here. Raises UserError while requests live or prefixes are registered."""
         check_mode(mode)
         with self._busy:
             self._call("sleep", str(level))

@@ -24,13 +24,12 @@ class Preamble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Constraint on a request's text: exactly one of the first six fields. Invalid values raise UserError.
 
-    json: JSON schema, as an object or text. regex: pattern for the whole text (Rust's syntax: no look-around).
-    choice: allowed texts. grammar: Lark's syntax, or llama.cpp's and xgrammar's EBNF (`root ::= ...`).
-    structural_tag: tagged parts that follow schemas, as an object or text. disable_any_whitespace: no blanks between
-    parts of JSON. whitespace_pattern: regular expression for those blanks. disable_additional_properties: objects have
-    only properties that the schema names. start_after_token_ids: generated tokens (the end of the reasoning) after
-    which the constraint begins; empty or None: it begins at once. preamble: form of a text that comes first (thoughts
-    and their end mark, or nothing).
+    json: JSON schema, as an object or text. regex: pattern for the whole text (Rust's syntax: no look-around). choice:
+    allowed texts. grammar: Lark's syntax, or EBNF (`root ::= ...`). structural_tag: tagged parts that follow schemas,
+    as an object or text. disable_any_whitespace: no blanks between parts of JSON. whitespace_pattern: regular
+    expression for those blanks. disable_additional_properties: objects have only properties that the schema names.
+    start_after_token_ids: generated tokens after which the constraint begins; empty or None: it begins at once.
+    preamble: form of a text that comes first (thoughts and their end mark, or nothing).
     """
 
     json: str | dict[str, Any] | None = None

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import logging
 import os
 import signal
 import socket
@@ -19,7 +20,6 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from quire.executors import multiprocess
 from quire.utils import child_process
 from quire.utils.process_name import name_process
 
@@ -71,6 +71,7 @@ def serve(number: int) -> None:
     """Make copies until the socket closes. number: the socket's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
+    copy_children()
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()
@@ -80,13 +81,14 @@ def serve(number: int) -> None:
         if not message:
             return
         asker, (read, write) = os.getppid(), os.pipe()
+        files = _open_files()
         between = os.fork()
         if between == 0:
             os.close(read)
             copy = os.fork()
             if copy == 0:
                 os.close(write)
-                _run(msgspec.json.decode(message, type=Asked), fds, asker)
+                _run(msgspec.json.decode(message, type=Asked), fds, files, asker)
             os.write(write, struct.pack("i", copy))
             os._exit(0)
         os.close(write)
@@ -97,14 +99,22 @@ def serve(number: int) -> None:
         asking.send(str(pid).encode())
 
 
-def _start_rank(module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
-    """Ranks of a copied engine are copies of it."""
+def copy_children(*modules: str) -> None:
+    """From now on processes that this one starts are copies of it. Call it before Quire's modules are imported.
+    modules: what the copies need, imported here once."""
+    child_process.start_interpreter = _start
+    for name in modules:
+        importlib.import_module(name)
+
+
+def _start(module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
+    """In place of `child_process.start_interpreter`."""
 
     def start(stdin: int) -> int:
-        asked, asker = Asked.here(module, name, fds), os.getpid()
+        asked, asker, files = Asked.here(module, name, fds), os.getpid(), _open_files()
         pid = os.fork()
         if pid == 0:
-            _run(asked, [stdin, *asked.numbers[1:]], asker)
+            _run(asked, [stdin, *asked.numbers[1:]], files, asker)
         return pid
 
     process = Copy(start)
@@ -112,30 +122,52 @@ def _start_rank(module: str, name: str, line: bytes, fds: Collection[int]) -> su
     return process
 
 
-def _run(asked: Asked, fds: list[int], asker: int) -> NoReturn:
-    """Run a module's main() in this copy, and end."""
+def _forget_the_asker() -> None:
+    """What a process that has run before was told: signals, log records. What it leaves behind is not freed here, since
+    the numbers of its files will have other owners."""
+    gc.freeze()
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.getLogger("quire").handlers.clear()
+
+
+def _open_files() -> dict[int, str]:
+    """Number -> file."""
+    found = {}
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[int(each)] = os.readlink(f"/proc/self/fd/{each}")
+    return found
+
+
+def _run(asked: Asked, fds: list[int], files: dict[int, str], asker: int) -> NoReturn:
+    """Run a module's main() in this copy, and end. fds: its files, as this process has them. files: the asker's, which
+    it closes; what libraries have opened again in this process (libuv a pipe) stays."""
     status = 1
     try:
         while os.getppid() != asker:
             time.sleep(0.001)
         os.setpgid(0, 0)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _forget_the_asker()
         numbers = asked.numbers
         high = [fcntl.fcntl(each, fcntl.F_DUPFD, _ABOVE_ALL + max(numbers)) for each in fds]
         for each, wanted in zip(high, numbers, strict=True):
             os.dup2(each, wanted)
-        for each in os.listdir("/proc/self/fd"):
-            if int(each) not in numbers:
+        for each, file in _open_files().items():
+            if each >= _ABOVE_ALL or (each not in numbers and files.get(each) == file):
                 with contextlib.suppress(OSError):
-                    os.close(int(each))
-        gc.freeze()  # what the asker leaves behind is not freed here: its files have other owners by now
-        sys.stdin = os.fdopen(0, closefd=False)
+                    os.close(each)
+        sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+        sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1, closefd=False)
+        sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
         name_process(asked.name)
         os.environ.clear()
         os.environ.update(asked.environment)
         os.chdir(asked.directory)
         gc.enable()
-        multiprocess.start_interpreter = _start_rank
         importlib.import_module(asked.module).main()
         status = 0
     except SystemExit as leave:

@@ -25,7 +25,7 @@ ROWS = 16
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """torch.nn.functional.linear. x: [..., K], weight: [N, K], bias: [N] -> [..., N]."""
     rows = x.reshape(-1, x.shape[-1])
-    out = _products(rows[None], weight[None], rows.shape[0] % rows.shape[1])[0]
+    out = _products(rows[None], weight[None], rows.shape[0] % rows.shape[1], True)[0]
     if bias is not None:
         out = out + bias.to(out.dtype)
     return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -33,27 +33,54 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """torch.bmm. a: [B, M, K], b: [B, K, N] -> [B, M, N]."""
-    return _products(a, b.transpose(1, 2), a.shape[1] % ROWS).to(a.dtype)
+    return _products(a, b.transpose(1, 2), a.shape[1] % ROWS, False).to(a.dtype)
 
 
 @torch.library.custom_op(
-    "quire_tests::products", mutates_args=(), schema="(Tensor left, Tensor right, int start) -> Tensor"
+    "quire_tests::products", mutates_args=(), schema="(Tensor left, Tensor right, int start, bool is_weight) -> Tensor"
 )
-def _products(left: torch.Tensor, right: torch.Tensor, start: int) -> torch.Tensor:
-    """left: [B, M, K], right: [B, N, K] -> [B, M, N], float32 or float64. Sums begin at `start` of K.
+def _products(left: torch.Tensor, right: torch.Tensor, start: int, is_weight: bool) -> torch.Tensor:
+    """left: [B, M, K], right: [B, N, K] -> [B, M, N], float32 or float64. Sums begin at `start` of K. is_weight:
+    `right` comes again.
 
     An operator of torch's, so that a capture of graphs records it as one.
     """
-    rows, columns = (np.ascontiguousarray(np.roll(_copied(each), -start, axis=-1)) for each in (left, right))
-    # The sum over k is the innermost loop, one call of it for each element of the result.
-    out = np.einsum("bmk,bnk->bmn", rows, columns, optimize=False)
+    rows = _rolled(left, start)
+    columns = _rolled_weight(right, start) if is_weight else _rolled(right, start)
+    # The sum over k is the innermost loop, one call of it for each element of the result. Rows of zeros are padding.
+    present = rows[0].any(-1) if is_weight else np.ones(rows.shape[1], bool)
+    out = np.zeros((*rows.shape[:2], columns.shape[1]), rows.dtype)
+    out[:, present] = np.einsum("bmk,bnk->bmn", rows[:, present], columns, optimize=False)
     return torch.from_numpy(out).clone()
 
 
-def _copied(x: torch.Tensor) -> np.ndarray:
+def _rolled(x: torch.Tensor, start: int) -> np.ndarray:
     """An array of its own: memory that NumPy sees can no longer be given back by an engine that sleeps."""
-    array: np.ndarray = x.detach().to(x.dtype if x.dtype == torch.float64 else torch.float32, copy=True).numpy()
+    wide = x.detach().to(x.dtype if x.dtype == torch.float64 else torch.float32)
+    array: np.ndarray = wide.roll(-start, -1).contiguous().numpy()
     return array
+
+
+MOST_KEPT = 2**26
+"""Numbers, in copies of weights."""
+_kept: dict[tuple[int, torch.Size], tuple[torch.Tensor, dict[int, np.ndarray]]] = {}
+"""By address and shape of a weight: its bits, and its rolls by their start."""
+
+
+def _rolled_weight(weight: torch.Tensor, start: int) -> np.ndarray:
+    """The same, without a copy if the weight is that of an earlier call, to the last bit."""
+    if weight.dtype != torch.float32 or weight.shape[-1] % 2 or not weight.is_contiguous():
+        return _rolled(weight, start)
+    key, bits = (weight.data_ptr(), weight.shape), weight.detach().view(torch.int64)
+    known = _kept.get(key)
+    if known is None or not torch.equal(known[0], bits):
+        known = _kept[key] = bits.clone(), {}
+    rolls = known[1]
+    if start not in rolls:
+        if sum(each.size for _, others in _kept.values() for each in others.values()) > MOST_KEPT:
+            _kept.clear()
+        rolls[start] = _rolled(weight, start)
+    return rolls[start]
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:

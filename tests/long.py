@@ -26,6 +26,19 @@ def one_in(share: int, *axes: Iterable[Any]) -> list[Any]:
     ]
 
 
+def pairs(share: int, *axes: Iterable[Any]) -> list[Any]:
+    """The cells of a matrix of three axes or more in which each value of an axis meets each of every other one: those
+    in which the places add up to a multiple of the shortest axis's length. One in `share` of them is run often; the
+    others have the mark `long`."""
+    listed = [list(axis) for axis in axes]
+    step = min(map(len, listed))
+    return [
+        _cell([value for _, value in places], is_long=total % (step * share) != 0)
+        for places in product(*(enumerate(axis) for axis in listed))
+        if (total := sum(place for place, _ in places)) % step == 0
+    ]
+
+
 def _cell(values: Iterable[Any], *, is_long: bool) -> Any:
     arguments = [part for value in values for part in (value if type(value) is tuple else (value,))]
     return pytest.param(*arguments, marks=pytest.mark.long if is_long else ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,3 +53,25 @@ def test_they_are_in_place_only_while_asked_for() -> None:
         assert torch.exp is fixed_order.exp
         assert F.linear is fixed_order.linear
     assert torch.exp is own
+
+
+def test_a_weight_that_changes_in_place_is_read_again() -> None:
+    """As an engine's that has slept; and each number of rows has its own order of sums."""
+    weight = normal(48, 64)
+    for _ in range(2):
+        for rows in (1, 3, 63):
+            x = normal(rows, 64)
+            kept = np.einsum("mk,nk->mn", *(each.roll(-rows, -1).numpy() for each in (x, weight)), optimize=False)
+            assert np.array_equal(fixed_order.linear(x, weight).numpy(), kept)
+        weight[5, 7] += 1
+
+
+def test_padding_changes_no_bit() -> None:
+    weight, x = normal(48, 64), normal(16, 64)
+    product = fixed_order.linear(x, weight)
+    for rows in range(16):
+        padded = x.clone()
+        padded[rows:] = 0
+        found = fixed_order.linear(padded, weight)
+        assert torch.equal(found[:rows], product[:rows])
+        assert not found[rows:].any()

@@ -142,6 +142,7 @@ REQUEST_VIEW = RequestView(
     sequences=[SEQUENCE_VIEW],
     seconds=2.5,
     tokens_per_second=20.0,
+    is_background=True,
 )
 SNAPSHOT = KVSnapshot(
     block_size=16,

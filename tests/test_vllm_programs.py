@@ -142,7 +142,7 @@ def test_keywords_of_calls(llm: LLM) -> None:
     [output] = llm.chat(CONVERSATION, greedy, use_tqdm=False, **none)  # type: ignore[arg-type]
     assert output.prompt_token_ids == llm.get_tokenizer().apply_chat_template(CONVERSATION, add_generation_prompt=True)
     for refused, message in (
-        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs is an option of the engine"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs has no 'a'"),
         ({"tokenization_kwargs": {"max_lenght": 3}}, "unknown key of tokenization_kwargs 'max_lenght'"),
         ({"tokenization_kwargs": {"add_special_tokens": False}}, "give token ids instead"),
         ({"tokenisation_kwargs": {}}, "unknown argument 'tokenisation_kwargs'; did you mean"),

@@ -1,8 +1,6 @@
-"""Attention of ranks that hold the same key heads and keep a part of a sequence's tokens each.
-
-A rank gathers its neighbours' query heads and attends with all of them to its own tokens. Then the partial results of
-its own heads are merged from every rank, weighted by their sums of weights.
-"""
+"""Attention of ranks that hold the same key heads and keep a part of a sequence's tokens each. A rank attends with its
+neighbours' query heads, too, to its own tokens; then each head's partial results are merged from all ranks by their
+sums of weights."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from quire.parallel.interface import ProcessGroup
 
 @dataclass(frozen=True)
 class DealtTokens:
-    """deal: distribution of tokens over ranks. group: ranks that share each layer, of which `deal.num_ranks` neighbours
-    share the tokens."""
+    """Exchange between ranks that share a sequence's tokens (attention back ends call it). deal: distribution of tokens
+    over ranks. group: ranks that share each layer, of which `deal.num_ranks` neighbours share the tokens."""
 
     deal: Deal
     group: ProcessGroup
@@ -33,8 +31,8 @@ class DealtTokens:
         return torch.cat(self._parts(x[:, :width]), dim=1)
 
     def merge(self, num_heads: int, head_dim: int, parts: torch.Tensor) -> torch.Tensor:
-        """Merged result of this rank's heads, [T, num_heads * head_dim]. parts: [T, heads * (head_dim + 1)], over this
-        rank's tokens, in the layout of `merge_parts`."""
+        """Merge the partial results of this rank's query heads from all ranks: [T, num_heads * head_dim]. parts: [T,
+        heads * (head_dim + 1)] (see `merge_parts`), gathered from the ranks."""
         first = self.deal.rank * num_heads
         return merge_parts(self._parts(parts), first, num_heads, head_dim)
 

@@ -86,7 +86,7 @@ StateKernels: TypeAlias = Callable[..., None]
 
 
 class DeviceStates(Protocol):
-    """Device's step for layers with states."""
+    """Step of a device for layers with recurrent states: `StateStep` whose tensors are on the device."""
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
         """Launch an operation's kernels over the step's states. tensors: contiguous inputs, then the output."""

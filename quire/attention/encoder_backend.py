@@ -16,7 +16,7 @@ class EncoderStep(AttentionStep):
     """Bidirectional step, one sequence at a time, so that no bit depends on other sequences."""
 
     def __init__(self, spans: tuple[tuple[int, int], ...]) -> None:
-        """spans: first row of each sequence, and its end."""
+        """Step over whole sequences. spans: first row of each sequence, and its end."""
         self._spans = spans
 
     def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from quire.attention.interface import AttentionBatch
 from quire.kernels.arguments import ExpansionRule, LatentExpansion, LatentShape
 
 PIECE_KEYS = 1024
-"""Keys expanded together."""
+"""Keys whose latents one call expands, a bound of scratch memory."""
 TILE_ROWS = 128
 """Queries whose scores are in memory together, for all heads of a part."""
 
@@ -36,7 +36,8 @@ class Prompt:
 
 
 def expanded_prompts(rule: ExpansionRule, query_start: np.ndarray, starts: np.ndarray) -> list[Prompt]:
-    """query_start: [S + 1]; starts: [S], positions of the first tokens."""
+    """Sequences of a step whose prompts are computed with expanded latents. query_start: [S + 1], first token of each
+    sequence. starts: [S], positions of the first tokens."""
     counts = np.diff(query_start)
     chosen = np.flatnonzero((counts > 1) & rule.pays(counts.astype(np.int64), starts.astype(np.int64)))
     return [
@@ -91,7 +92,8 @@ def _attend_part(
     turned_keys: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """query: [heads, T, dim] each, scaled. out: [T, heads, value_dim], written."""
+    """Attend with some heads over a sequence's expanded keys and values. query: [heads, T, dim] each, scaled. out: [T,
+    heads, value_dim], written."""
     plain, turned = query
     num_heads, num_tokens = plain.shape[:2]
     start = len(latents) - num_tokens

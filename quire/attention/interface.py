@@ -39,16 +39,14 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """Pages with the recurrent states of S sequences with T tokens.
+    """Pages with the recurrent states of S sequences with T tokens (layers with states read and write them). Block i of
+    a sequence is a page per layer with the state after (i + 1) * interval tokens, or after all if fewer. A step over
+    tokens a to b - 1 reads block (a - 1) // interval (none for a = 0: the state is zero) and writes blocks a //
+    interval to (b - 1) // interval; only a block that it reads may be shared.
 
-    Block i of a sequence is a page per layer with the state after (i + 1) * interval tokens, or after all if fewer. A
-    step that computes tokens a to b - 1 reads block (a - 1) // interval (none for a = 0: the state is zero) and writes
-    blocks a // interval to (b - 1) // interval. If a is a multiple of interval, the block it reads may be shared;
-    written blocks never are.
-
-    query_start: S + 1 numbers; tokens of sequence s are query_start[s]:query_start[s + 1]. starts: [S] int64, tokens
-    computed before. tables: by layer, [S, max_blocks] int32. interval: tokens per block, a multiple of STATE_BORDER.
-    pages: by layer, [num_blocks, page bytes] uint8. Host tensors.
+    query_start: S + 1 numbers, bounds of the sequences' tokens. starts: [S] int64, tokens computed before. tables: by
+    layer, [S, max_blocks] int32. interval: tokens per block, a multiple of STATE_BORDER. pages: by layer, [num_blocks,
+    page bytes] uint8. Host tensors.
     """
 
     query_start: Sequence[int]
@@ -67,10 +65,10 @@ IndexInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue]
 
 
 class AttentionStep:
-    """Planned step with the attention operations of layers; a back end implements those that its models use. Values
-    are rows of the T tokens, as tensors or placeholders, and may be overwritten. rotation: result of
-    `Operations.rotation`, or None. A token sees the positions of its sequence up to its own, or up to
-    `AttentionBatch.last_seen`, through the block table; an encoder's token sees its whole sequence."""
+    """Planned step that layers call for attention; a back end implements the methods that its models use. Values are
+    rows of the T tokens, as tensors or placeholders, and may be overwritten. rotation: result of `Operations.rotation`,
+    or None. A token sees the positions of its sequence up to its own (or `AttentionBatch.last_seen`); an encoder's
+    token sees its whole sequence."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Native attention back end of encoders."""
+"""Attention back end of encoders by the native CPU kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native steps with expanded prompts (quire/attention/expanded.py)."""
+"""Attention steps of the native kernels that expand latents of prompts (quire/attention/expanded.py)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ExpandingAttention(AttentionStep):
     def attend_expanded(
         self, shape: LatentShape, expansion: LatentExpansion, inputs: Inputs, rotation: Buffer | None
     ) -> Buffer:
-        """Record a call of `compute`."""
+        """Record a call of `compute`, which attends with expanded prompts."""
         function = partial(self.compute, shape, expansion)
         turned = () if rotation is None else (rotation,)
         return inputs[0].recorder.call_torch(function, shape.num_heads * expansion.value_dim, (*inputs, *turned))
@@ -198,7 +198,7 @@ class _Program:
         self._width = 0
 
     def __call__(self, rows: list[torch.Tensor], plans: list[_native.AttentionPlan]) -> torch.Tensor:
-        """rows: [N, width] each -> [N, width], float32."""
+        """Run one matrix program over rows: [N, width] each -> [N, width], float32."""
         num_rows = len(rows[0])
         program = self._program
         if program is None or program.max_rows < num_rows:
@@ -218,7 +218,7 @@ class _Program:
 
 
 def _turn(rows: torch.Tensor, rope_dim: int, rotation: torch.Tensor) -> torch.Tensor:
-    """rows: [T, heads * rope_dim]; rotation: [T, rope_dim], cosines, then sines."""
+    """Rotate the heads' rotated elements. rows: [T, heads * rope_dim]; rotation: [T, rope_dim], cosines, then sines."""
     first, second = rows.unflatten(1, (-1, 2, rope_dim // 2)).unbind(2)
     cos, sin = rotation[:, None].chunk(2, dim=-1)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=2).flatten(1)

@@ -27,7 +27,7 @@ class StateBackend:
         self._interval = max(intervals, default=0)
 
     def plan(self, batch: AttentionBatch) -> StateStep | None:
-        """None if no layer has states."""
+        """Step's state tensors for layers; None if no layer has states."""
         if not self._pages:
             return None
         tables = {layer: batch.state_tables[group] for layer, group in self._group_of.items()}

@@ -1,11 +1,6 @@
-"""Division of a step's attention into work items of one shape, for the torch back end.
-
-A query tile is a few consecutive new tokens of one sequence; a key tile is KEY_TILE consecutive positions at a multiple
-of KEY_TILE. An item is one of each; invisible key tiles are left out.
-
-A query's result does not depend on the batch: sums stay inside key tiles, and partial results merge in an order that
-depends only on tile numbers.
-"""
+"""Division of a step's attention into work items of one shape, for the torch back end. A query tile is a few
+consecutive new tokens of one sequence, a key tile KEY_TILE positions at a multiple of KEY_TILE, an item one of each. A
+query's result does not depend on the batch: partial results merge in an order that depends only on tile numbers."""
 
 from __future__ import annotations
 
@@ -45,11 +40,11 @@ class Chunk:
     edge_bias: torch.Tensor
     """[E, 1, rows, KEY_TILE] float32, added to their scores: 0 for visible keys, at most HIDDEN for others."""
     levels: Levels
-    """Merges in order: items `right` into items `left`."""
+    """Merges of partial results, level by level in order: items `right` into items `left`."""
     roots: torch.Tensor
     """[R] int64: items with the merged result of each query tile."""
     root_tiles: torch.Tensor
-    """[R] int64: those query tiles."""
+    """[R] int64: query tile of each item that ends up with a whole result."""
     is_first: bool
     """True if none of the query tiles is in an earlier chunk."""
 
@@ -64,9 +59,9 @@ class TileList:
     gather: torch.Tensor
     """[Q * tile_tokens] int64: token of each place in the tiles (arbitrary for empty places)."""
     places: torch.Tensor
-    """[n] int64: places with a token ..."""
+    """[n] int64: indices of tile rows that hold a token; empty rows are left out."""
     tokens: torch.Tensor
-    """[n] int64: ... and that token."""
+    """[n] int64: token of the step in each of `places`."""
     chunks: tuple[Chunk, ...]
 
 
@@ -229,7 +224,8 @@ def _chunk(queries: QueryTiles, tiles: np.ndarray, keys: np.ndarray, window: Win
 
 
 def _bias(own: np.ndarray, last_seen: np.ndarray, keys: np.ndarray, window: Window) -> torch.Tensor:
-    """own, last_seen: [E, rows], keys: [E, KEY_TILE] positions -> [E, 1, rows, KEY_TILE]."""
+    """Score bias that hides unseen keys, [E, 1, rows, KEY_TILE]. own, last_seen: [E, rows] positions; keys: [E,
+    KEY_TILE] positions."""
     wide_keys = torch.from_numpy(keys.astype(np.float32))[:, None]
     distance = torch.from_numpy(last_seen.astype(np.float32))[:, :, None] - wide_keys
     bias = distance.clamp(max=0.0)

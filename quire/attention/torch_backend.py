@@ -52,7 +52,7 @@ class TorchAttentionStep(AttentionStep):
     """One step. Work lists are shared by layers of a kind."""
 
     def __init__(self, layers: dict[int, tuple[int, torch.Tensor]], block_size: int, batch: AttentionBatch) -> None:
-        """layers: token group and pages of each layer."""
+        """Step over the pool's pages. layers: token group and pages of each layer."""
         self._layers = layers
         self._block_size = block_size
         self._batch = batch
@@ -178,7 +178,8 @@ class TorchAttentionStep(AttentionStep):
         return out
 
     def _attended(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
-        """q: [T, num_heads, head_dim] -> [T, num_heads, value_width] in q's dtype, over written keys and values."""
+        """Attend over written keys and values. q: [T, num_heads, head_dim]. Returns [T, num_heads, value_width] in q's
+        dtype."""
         group, pages = self._layers[layer.layer]
         if layer.length_scale is not None:
             q = (q.float() * layer.length_scale.factors(self._batch.slot_positions)[:, None, None]).to(q.dtype)
@@ -224,7 +225,7 @@ class _Split(NamedTuple):
 
 
 def _prepared(heads: torch.Tensor, norm: NormWeights | None, rotation: Rotation | None) -> torch.Tensor:
-    """[T, heads, dim], normalised and rotated."""
+    """Heads normalised and rotated, [T, heads, dim]."""
     if norm is not None:
         heads = reference.norm(norm, heads)
     return heads if rotation is None else rotation.apply(heads)

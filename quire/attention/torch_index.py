@@ -30,8 +30,8 @@ def select_keys(
     block_size: int,
     inputs: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """See `AttentionStep.select_keys`. keys: [slots, dim], the pool's, written. inputs: rotated queries [T, num_heads,
-    dim] and head weights [T, num_heads]."""
+    """Positions of the keys that an indexer chooses for each token (`AttentionStep.select_keys`). keys: [slots, dim],
+    the pool's, written. inputs: rotated queries [T, num_heads, dim] and head weights [T, num_heads]."""
     query, weights = inputs
     chosen = torch.zeros(len(query), index.top)
     starts = batch.query_start.tolist()

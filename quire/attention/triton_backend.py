@@ -39,11 +39,10 @@ from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 
 
 class TritonAttention:
-    """Attention on a device's pool, with split scratch shared by all layers of a shape and all graphs. pages: by layer
-    in kernel blocks, [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16, float32 or e4m3 (or its
-    bits, uint8); latents [num_blocks, block_size, width]. num_heads: query heads per layer. dtype: the activations'.
-    max_num_seqs, max_model_len: largest batch for the scratch. batch_invariant: fixed tiles and splits, so that a row's
-    bits depend only on its sequence."""
+    """Attention on a device's pool; layers of a shape and all graphs share its scratch. pages: by layer in kernel
+    blocks, [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16, float32 or e4m3 (or its bits,
+    uint8); latents [num_blocks, block_size, width]. num_heads: query heads per layer. dtype: the activations'.
+    max_num_seqs, max_model_len: largest batch. batch_invariant: fixed tiles and splits."""
 
     def __init__(
         self,
@@ -146,7 +145,7 @@ class LayerPages(NamedTuple):
 
 class _LayerKernels:
     def __init__(self, heads: HeadWeights, layer: LayerPages, scratch: SplitScratch, dtype: torch.dtype) -> None:
-        """dtype: the queries'."""
+        """Bound kernels of one layer. dtype: the queries'."""
         self.heads = heads
         self.group, self.shape, self.pages = layer
         self.allows_warp_groups = allows_warp_groups(heads.shape, layer.pages, dtype)
@@ -188,7 +187,8 @@ class TritonAttentionStep(AttentionStep):
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See AttentionStep.attend. out: any float dtype; padding rows are not written."""
+        """Write the step's keys and values and attend (AttentionStep.attend). out: any float dtype; padding rows are
+        not written."""
         layer = self._backend.layer(heads)
         layer.prepare(qkv, rotation, self._batch.slot_mapping[layer.group])
         self._scale_queries(heads, qkv)
@@ -226,7 +226,7 @@ class TritonAttentionStep(AttentionStep):
         rotation: DeviceRotation | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionStep.select_keys. Positions are int32."""
+        """Choose the keys that tokens read (AttentionStep.select_keys); positions are int32."""
         group, pages = self._backend.latents.pages[shape.layer]
         if out is None:
             out = torch.empty(len(inputs[0]), shape.top, dtype=torch.int32, device=inputs[0].device)
@@ -241,7 +241,7 @@ class TritonAttentionStep(AttentionStep):
             query[:, : shape.num_heads * shape.head_dim].mul_(factors)
 
     def _attend(self, layer: _LayerKernels, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """query: [T, >= num_heads * head_dim], heads first."""
+        """Attend over written pages. query: [T, >= num_heads * head_dim], heads first."""
         shape = layer.heads.shape
         if out is None:
             size = (query.shape[0], shape.num_heads * shape.head_dim)

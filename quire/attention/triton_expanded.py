@@ -41,7 +41,8 @@ class DeviceExpansion:
         batch: DeviceBatch,
         layer: tuple[LatentKernels, int, torch.Tensor],
     ) -> torch.Tensor:
-        """See `AttentionStep.attend_expanded`. layer: its kernels, KV group and pages."""
+        """Attend with prompts expanded and other tokens absorbed (`AttentionStep.attend_expanded`). layer: its kernels,
+        KV group and pages."""
         kernels, group, pages = layer
         query, turned_query, latent, turned_key = inputs
         kernels.prepare(turned_query, latent, turned_key, rotation, batch, group)
@@ -77,8 +78,8 @@ class DeviceExpansion:
         work: tuple[Sequence[Prompt], DeviceBatch],
         out: torch.Tensor,
     ) -> None:
-        """query: both parts of the step's queries, the second rotated. kept: [blocks, block_size, width], the prompts'
-        latents."""
+        """Attend with a part of the heads. query: both parts of the step's queries, the second rotated. kept: [blocks,
+        block_size, width], the prompts' latents."""
         lot, batch = work
         first = part * expansion.heads
         num_heads = min(expansion.heads, shape.num_heads - first)
@@ -145,7 +146,7 @@ class DeviceExpansion:
     def _pages(
         self, num_blocks: int, block_size: int, num_heads: int, most_heads: int, dim: int, like: torch.Tensor
     ) -> torch.Tensor:
-        """[num_blocks, 2, block_size, num_heads, dim] of the scratch."""
+        """View of the scratch as expanded pages, [num_blocks, 2, block_size, num_heads, dim]."""
         capacity = self._capacity(block_size) * 2 * block_size * most_heads * dim
         if self._scratch is None:
             self._scratch = torch.zeros(capacity, dtype=like.dtype, device=like.device)
@@ -191,7 +192,7 @@ def _gather(
 
 
 def _rest(batch: DeviceBatch, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, DeviceBatch] | None:
-    """See `quire.attention.expanded.rest_of`."""
+    """Tokens of the sequences that are not expanded, and their batch; None if there are none."""
     assert batch.host is not None, "a step with prompts says where they begin"
     starts = batch.host.query_start
     index = np.setdiff1d(np.arange(len(starts) - 1), [prompt.sequence for prompt in prompts])

@@ -28,7 +28,7 @@ class PromptSpec:
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Lengths drawn uniformly from `low`..`high`, both included."""
+    """Token lengths of a benchmark's prompts or outputs, drawn uniformly from `low`..`high`, both included."""
 
     low: int
     high: int

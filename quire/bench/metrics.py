@@ -1,9 +1,6 @@
-"""Statistics of request timelines, as pure functions. Definitions (seconds here, milliseconds in reports):
-
-TTFT: request sent to first output chunk. E2EL: request sent to last output chunk.
-TPOT: (E2EL - TTFT) / (output tokens - 1), for requests of at least two tokens.
-ITL: gaps between consecutive output chunks (several tokens in one chunk make fewer, longer gaps).
-"""
+"""Statistics of request timelines of `quire bench serve`, in seconds (reports: milliseconds). TTFT: request sent to
+first output chunk. E2EL: request sent to last output chunk. TPOT: (E2EL - TTFT) / (output tokens - 1). ITL: gaps
+between output chunks."""
 
 from __future__ import annotations
 

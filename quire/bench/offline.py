@@ -40,7 +40,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class LatencyResult:
-    """seconds: time of each repeat. Rates use the mean."""
+    """Times of `quire bench latency`: seconds of each repeat. Rates use the mean."""
 
     shape: BatchShape
     seconds: tuple[float, ...]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 SECONDS_WITHOUT_A_BYTE = 600.0
-"""Timeout without data, in seconds."""
+"""Seconds without data after which the server counts as gone."""
 
 
 class ReplyPiece(NamedTuple):
@@ -129,7 +129,7 @@ class ServerAnswers:
         return timing
 
     def complete(self, prompt: str, settings: Mapping[str, Any], write: Callable[[ReplyPiece], None]) -> Timing:
-        """Complete a text; see `ask`."""
+        """Complete a text as it is, without chat template; see `ask`."""
         timing = Timing()
         for chunk in _chunks(self._connection, "/v1/completions", {"model": self._model, "prompt": prompt, **settings}):
             _take(chunk, timing, write)

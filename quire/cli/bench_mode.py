@@ -14,7 +14,7 @@ from quire.cli.parser import Parser
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Benchmark. arguments: rest of the usage line."""
+    """Kind of `quire bench` with its parser and function. arguments: rest of the usage line."""
 
     summary: str
     arguments: str

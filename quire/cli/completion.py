@@ -69,7 +69,6 @@ def _words(words: Sequence[str]) -> str:
 
 
 def _cases(found: Mapping[str, CommandWords]) -> list[str]:
-    """Branches of a shell's `case` that set `words` by "command:previous word"."""
     lines = []
     for name, command in found.items():
         for flag, values in command.values.items():

@@ -61,7 +61,7 @@ class ChatHistory:
         self.system = system
         self.messages: list[Message] = []
         self._pictures: list[Message] = []
-        """Parts of the next question."""
+        """Picture parts of the user's next question (`/image`)."""
         self.is_over = False
 
     def take(self, text: str) -> None:
@@ -228,7 +228,7 @@ def _setting_parser() -> Parser:
 SETTINGS: tuple[str, ...] = tuple(
     flag.removeprefix("--").replace("-", "_") for flag in _setting_parser().known_flags if not flag.startswith("--no-")
 )
-"""Names for /set."""
+"""Names of sampling options that `/set` changes in `quire chat`."""
 
 
 def _read_setting(name: str, value: str) -> dict[str, Any]:

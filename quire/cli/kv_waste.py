@@ -33,8 +33,8 @@ def hybrid_models() -> list[str]:
 def kv_waste(
     models: Sequence[str], dtype: str, layout: ParallelConfig, block_size: int, snapshot_interval: int
 ) -> list[Waste]:
-    """models: see `find_shape`. dtype: type of keys and values. layout: layout of the devices; the result is for one of
-    them."""
+    """Wasted share of a full pool for each model. models: see `find_shape`. dtype: type of keys and values. layout:
+    devices; the result is for one of them."""
     found = []
     for model in models:
         specs = device_specs(find_shape(model), dtype, layout)

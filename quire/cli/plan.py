@@ -189,7 +189,6 @@ def _runs_here(options: EngineOptions) -> bool:
 def _plan_for_devices(
     options: EngineOptions, chosen: Mapping[str, Any], target: Target, layout: ParallelConfig, tokens: Sequence[int]
 ) -> tuple[MemoryPlan, CostModel]:
-    """Plan from the model's shape and a device's defaults. chosen: given scheduling options."""
     if options.preemption_mode != "recompute" or options.kv_offload_dir is not None:
         raise ConfigError(
             "swap space is host memory, and this plan is about that of the devices: leave preemption_mode and "

@@ -107,7 +107,8 @@ def answer_file(namespace: argparse.Namespace, options: EngineOptions, keywords:
 
 
 class Files(NamedTuple):
-    """requests: lines without answers. answered: earlier lines. total: requests in the file, if known."""
+    """Input of `quire run-batch`. requests: lines without answers. answered: lines of an earlier run. total: requests
+    in the file, if known."""
 
     requests: Iterator[bytes]
     answers: BinaryIO

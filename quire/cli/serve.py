@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def start(options: EngineOptions, settings: ServerSettings) -> int:
-    """Serve, see `quire.server.run.serve`."""
+    """Serve until a signal comes; see `quire.server.run.serve`. Returns the exit status."""
     with contextlib.ExitStack() as stack:
         process = None
         sizes = options.tensor_parallel_size, options.data_parallel_size, settings.api_server_count

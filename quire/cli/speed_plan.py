@@ -14,7 +14,7 @@ from quire.simulator.work import StepWork
 from quire.step import StepPlan
 
 BATCH_STEP = 8
-"""Factor between reported batches: 1, 8, 64 ... and the largest that fits."""
+"""Factor between the batch sizes that `quire plan` reports: 1, 8, 64 ... and the largest that fits."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from quire.server.settings import ServerSettings
 DEFAULT_HOST = "0.0.0.0"
 """vLLM's default: all addresses."""
 IN_VLLMS_PLACE = {"dialect": "vllm"}
-"""Defaults for clients of vLLM."""
+"""Server settings whose default differs for a command line of vLLM."""
 POSITIONAL = "model_tag"
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)(?:=(.*))?", re.DOTALL)
 _NAME = re.compile(r"--[^=.]+")

@@ -1,4 +1,4 @@
-"""Adapter slice."""
+"""Adapter settings of the resolved configuration."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class AdaptersConfig:
-    """max_running: adapters whose requests run at a time; 0: adapters are off. max_rank: largest rank. num_slots:
-    adapters that the workers hold, at least max_running. target_modules: last parts of the names of modules that
-    adapters may change (None: any)."""
+    """Adapter settings of an engine. max_running: adapters whose requests run at a time; 0: adapters are off. max_rank:
+    largest rank. num_slots: adapters that workers hold, at least max_running. target_modules: last parts of module
+    names that adapters may change (None: any)."""
 
     max_running: int = 0
     max_rank: int = 16

@@ -1,4 +1,4 @@
-"""KV-cache slice."""
+"""KV cache settings of the resolved configuration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SNAPSHOT_INTERVAL = 1024
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """KV cache settings. Fields with an option's name have its meaning. memory: bytes of the pool; None: free memory
-    after the profiling pass times `memory_utilization`. swap_space: bytes of the host pool; 0: none; None: chosen from
-    free memory. offload_dir: directory of cached blocks. offload_size: its byte limit. num_replicas: engines that share
-    the measured memory; given sizes are for one engine."""
+    """KV cache settings of an engine; fields with an option's name have its meaning. memory: bytes of the pool; None:
+    free memory after the profiling pass times `memory_utilization`. swap_space: bytes of the host pool; None: chosen
+    from free memory. offload_dir: directory of cached blocks. offload_size: its byte limit. num_replicas: engines that
+    share the measured memory."""
 
     block_size: int
     memory: int | None

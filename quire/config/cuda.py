@@ -19,7 +19,7 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """memory: bytes. capability: compute capability (major, minor)."""
+    """CUDA device that the driver shows. memory: bytes. capability: compute capability (major, minor)."""
 
     name: str
     memory: int
@@ -29,9 +29,9 @@ class CudaDevice:
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """torch_cuda: CUDA version of the installed torch; None: no CUDA, or no torch. driver: newest CUDA version that the
-    driver knows; None: no driver answers. devices: devices that this process sees (CUDA_VISIBLE_DEVICES
-    counts). trouble: reason why no device can be used."""
+    """CUDA facts of this machine, found without torch. torch_cuda: CUDA version of the installed torch; None: no CUDA,
+    or no torch. driver: newest CUDA version that the driver knows; None: no driver answers. devices: visible ones
+    (CUDA_VISIBLE_DEVICES). trouble: reason why none can be used."""
 
     torch_cuda: str | None
     driver: tuple[int, int] | None

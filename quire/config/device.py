@@ -1,4 +1,4 @@
-"""Device slice."""
+"""Settings of the computing device in the resolved configuration."""
 
 from __future__ import annotations
 
@@ -43,18 +43,12 @@ def why_no_latents(rank: int, rope_dim: int) -> str | None:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Settings of the computing device. Fields with an option's name have its meaning, resolved. attention_backend:
-    "native" (the whole model runs on the native CPU kernels), "torch" (plain operators on the CPU) or "triton" (on
-    "cuda", or on "cpu" in Triton's interpreter, for tests). cpu_isa: highest instruction set for the native kernels.
-
-    matmul_precision: rounding of activations before they multiply bfloat16 weights, keys or values, and quantised
-    weights (to 14 bits or more without AMX): "float32": none; "bfloat16"; "auto": the faster one, which the native
-    kernels find at the start. Plain operators and devices multiply in the model's dtype, which is then the value here;
-    "fp8": a device multiplies FP8 weights with activations rounded to FP8 row by row.
-
-    platform: worker's half (quire/worker/platform/choice.py). collectives: transport of tensors between a model's
-    ranks (quire/parallel/choice.py).
-    """
+    """Settings of the computing device; fields with an option's name have its meaning, resolved. attention_backend:
+    "native" (native CPU kernels for the whole model), "torch" (plain operators on the CPU) or "triton" ("cuda", or
+    "cpu" in Triton's interpreter). cpu_isa: highest instruction set for the native kernels. matmul_precision: rounding
+    of activations before they multiply bfloat16 or quantised weights, keys or values: "float32": none; "bfloat16";
+    "auto": the faster one; "fp8": a device rounds them to FP8 beside FP8 weights. platform: worker's half
+    (quire/worker/platform/choice.py). collectives: transport between a model's ranks (quire/parallel/choice.py)."""
 
     device: str
     num_threads: int

@@ -40,7 +40,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 _YARN_LOG = "rope.scaling.yarn_log_multiplier"
 _SOFTMAX = 1
-"""expert_gating_func of a file that has none."""
+"""Default of the metadata key expert_gating_func: softmax."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "expert_count": (0,),
@@ -65,15 +65,16 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Unsupported keys that change what a model computes, with the values that change nothing."""
 _POOLING: Mapping[int, Method | None] = {0: None, 1: "mean", 2: "cls", 3: "last"}
-"""pooling_type -> method; 0: tokens are not pooled."""
+"""GGUF's pooling_type -> pooling method; 0: tokens are not pooled."""
 _LATENT_KEYS = ("expert_weights_scale", "expert_group_count", _YARN_LOG)
 """Keys of _NEUTRAL that latent attention supports: all such models are like DeepSeek's."""
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """num_heads, num_kv_heads: query and key heads. names: GGUF names of the architecture. num_layers: layers without
-    those that predict further tokens. state: heads of layers with a state, where the file orders them differently."""
+    """Heads of a GGUF file's layers. num_heads, num_kv_heads: query and key heads. names: GGUF names of the
+    architecture. num_layers: layers without those that predict further tokens. state: heads of layers with a state,
+    where the file orders them differently."""
 
     num_heads: int
     num_kv_heads: int
@@ -94,7 +95,8 @@ class StateHeads:
 
 
 class Described(NamedTuple):
-    """config: model's config.json, read or made from metadata. pooling: method that a GGUF file names."""
+    """Configuration and pooling of a model on disk. config: config.json, read or made from GGUF metadata. pooling:
+    method that a GGUF file names."""
 
     config: dict[str, Any]
     pooling: Method | None = None

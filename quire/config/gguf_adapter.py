@@ -15,7 +15,7 @@ from quire.config.peft import MOST_RANK, PeftConfig
 from quire.utils.gguf import GGUFFile, TensorEntry
 
 MATRIX = 2
-"""Dimensions of a matrix."""
+"""Number of dimensions of a matrix, as an adapter's tensors must have."""
 _PARTS = {".lora_a": "A", ".lora_b": "B"}
 _VALUE_HEADS = re.compile(r"\.(ssm_[a-z]+|attn_qkv|attn_gate)\.")
 """Tensors whose rows or columns have another order in such files, where `GGUFNames.tiled`."""
@@ -25,7 +25,8 @@ _INVOCATION = "adapter.alora.invocation_tokens"
 
 @dataclass(frozen=True)
 class GGUFAdapter:
-    """names: of the architecture. entries: module's A and B, by module (Hugging Face's name)."""
+    """Adapter in a GGUF file. names: GGUF names of the architecture. entries: a module's A and B, by module (Hugging
+    Face's name)."""
 
     config: PeftConfig
     names: GGUFNames

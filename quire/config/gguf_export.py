@@ -21,19 +21,19 @@ from quire.utils.gguf_writer import Value
 EXPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
 """Families whose directories can be exported."""
 _AS_LLAMA = "mistral"
-"""Family whose files claim to be LLaMA's."""
+"""Model type written to GGUF files as architecture `llama`."""
 _COMPARED = ("rms_norm_eps", "hidden_act", "hidden_activation", "attn_logit_softcapping", "final_logit_softcapping",
              "query_pre_attn_scalar", "sliding_window", "norm_topk_prob")  # fmt: skip
-"""Keys of config.json that the file must reproduce."""
+"""Keys of config.json that the reader must find again in a written file."""
 _SCALED = ("linear", "yarn")
 _LARGE_LAYERS = 80
 
 
 @dataclass(frozen=True)
 class Description:
-    """metadata: keys without the tokenizer's. shapes: by name in the file, in its order. places: Hugging Face name of a
-    tensor -> place. rope_factors: divisors of the rotation's frequencies, a tensor of the file. is_large: True for the
-    size that mixes treat differently."""
+    """Header of a GGUF file to be written. metadata: keys without the tokenizer's. shapes: by name in the file, in its
+    order. places: Hugging Face name of a tensor -> place. rope_factors: divisors of the rotation's frequencies, a
+    tensor of the file. is_large: True for the size that mixes treat differently."""
 
     names: GGUFNames
     metadata: dict[str, Value]
@@ -45,15 +45,16 @@ class Description:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """name: tensor in the file. expert: index in a stack; None: the whole tensor."""
+    """Target of a checkpoint's tensor in a GGUF file. name: tensor in the file. expert: index in a stack; None: the
+    whole tensor."""
 
     name: str
     expert: int | None = None
 
 
 def describe(config: ModelConfig, title: str) -> Description:
-    """title: readable name of the model. Raises ModelLoadError for families that cannot be exported, and for settings
-    that files cannot express."""
+    """Header for a model. title: its readable name. Raises ModelLoadError for families that cannot be exported, and for
+    settings that files cannot express."""
     family = _family(config)
     names = family.gguf
     assert names is not None, "exported families have names in files"

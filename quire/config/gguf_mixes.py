@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from quire.config.gguf_tensors import layer_of
 
 BLOCK_VALUES = 256
-"""Values in a block of K-quants and IQ4_XS."""
+"""Weights in a block of K-quants and IQ4_XS."""
 SMALL_BLOCK = 32
 _FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """Type -> replacement if its blocks do not divide the rows."""
@@ -23,7 +23,8 @@ _BESIDE_FEW = {"attn_v": "Q8_0", "attn_k": "Q8_0", "attn_output": "Q5_K"}
 
 @dataclass(frozen=True)
 class Mix:
-    """usual: type of most matrices. number: value of "general.file_type"."""
+    """Mixture of block types that `quire quantize --to` names. usual: type of most matrices. number: value of
+    "general.file_type"."""
 
     usual: str
     number: int

@@ -15,6 +15,8 @@ MAX_IMAGES = 999
 """Default of `limit_mm_per_prompt`, which is vLLM's."""
 MAX_VIDEOS = 4
 """Its default for videos, each of which may take a minute to decode."""
+MOST_FRAMES = 2**15
+"""Largest number of frames of a video."""
 CACHE_GIB = 1.0
 OTHER_MEDIA = ("video", "audio", "vision_chunk")
 WHITE = (255, 255, 255)
@@ -63,10 +65,10 @@ class VideoOptions:
 
 @dataclass(frozen=True)
 class MediaConfig:
-    """language_model_only: take text alone and load no tower. max_images, max_videos: limits per prompt. background:
-    color under transparent pictures. cache_bytes: size of the front end's cache of processed pictures. domains:
-    permitted hosts of http and https URLs, in lower case. networks: permitted addresses that are not public.
-    local_path: directory whose files file URLs may name. takes_features: accept a client's features of images
+    """Settings for pictures and videos of requests. language_model_only: take text alone and load no tower. max_images,
+    max_videos: limits per prompt. background: color under transparent pictures. cache_bytes: size of the front end's
+    cache of processed pictures. domains: permitted hosts of URLs, in lower case. networks: permitted addresses that are
+    not public. local_path: directory whose files file URLs may name. takes_features: accept a client's features
     (`image_embeds`)."""
 
     language_model_only: bool = False
@@ -105,7 +107,7 @@ class MediaConfig:
             processor=ProcessorOptions.of(mm_processor_kwargs),
             background=background_of({kind: each for kind, each in media_io_kwargs.items() if kind != "video"}),
             max_videos=max_videos,
-            video=_video_options(media_io_kwargs.get("video", {})),
+            video=video_options_of(media_io_kwargs.get("video", {})),
             cache_bytes=int(mm_processor_cache_gb * 2**30),
             domains=tuple(each.lower().rstrip(".") for each in allowed_media_domains),
             networks=tuple(found for each in allowed_media_domains if (found := _network(each)) is not None),
@@ -131,15 +133,16 @@ def background_of(media_io_kwargs: Mapping[str, Any], option: str = "media_io_kw
     return red, green, blue
 
 
-def _video_options(given: object) -> VideoOptions:
-    option = "media_io_kwargs"
+def video_options_of(given: object, option: str = "media_io_kwargs") -> VideoOptions:
+    """Video options in `media_io_kwargs.video`. Raises ConfigError."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"{option}.video must be an object", param=option)
     found = converted(f"{option}.video", dict(given), VideoOptions, ("fps", "num_frames"))
     if found.fps is not None and found.num_frames is not None:
         raise ConfigError(f"{option}.video has fps or num_frames, not both", param=option)
-    if (found.fps is not None and not 0 < found.fps <= 1000) or (found.num_frames is not None and found.num_frames < 1):
-        raise ConfigError(f"{option}.video: fps and num_frames must be above 0", param=option)
+    fps, num_frames = (1 if each is None else each for each in (found.fps, found.num_frames))
+    if not 0 < fps <= 1000 or not 0 < num_frames <= MOST_FRAMES:
+        raise ConfigError(f"{option}.video: fps is at most 1000, num_frames {MOST_FRAMES}, both above 0", param=option)
     return found
 
 

@@ -36,23 +36,19 @@ as long."""
 
 Kind = Literal["full", "sliding", "chunked", "latent", "state", "none"]
 Matrix = tuple[int, int]
-"""(inputs, outputs)."""
+"""(input features, output features) of a matrix."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One layer's use of earlier tokens.
-
-    kind: "full", "sliding" and "chunked" keep a key and a value per token and head; "latent" one vector per token that
-    all heads share (multi-head latent attention); "state" a state of fixed size per sequence; "none" nothing. key_dim,
-    value_dim: elements of a head's key (for "latent" with its rotated part) and value. window: tokens of a "sliding"
-    window or of a chunk. latent_dim: elements that "latent" keeps per token: compressed keys and values, and the
-    rotated part. latent_rank: compressed ones. index_heads, index_dim, index_top: indexer's heads beside
-    "latent", elements of its key per token, and tokens that it chooses to be read (0: no indexer). conv_channels,
-    conv_inputs: "state": channels of the short convolution, and inputs kept of each, beside the state: a matrix key_dim
-    x value_dim for each of num_kv_heads value heads. spare_inputs: further inputs kept, so that this number of drafts
-    can be taken back.
-    """
+    """One layer's use of earlier tokens. kind: "full", "sliding" and "chunked" keep a key and a value per token and
+    head; "latent" one vector per token for all heads; "state" a state of fixed size per sequence; "none" nothing.
+    key_dim, value_dim: elements of a head's key (for "latent" with its rotated part) and value. window: tokens of a
+    "sliding" window or of a chunk. latent_dim: elements that "latent" keeps per token, of which latent_rank are
+    compressed. index_heads, index_dim, index_top: indexer's heads, elements of its key per token, and tokens that it
+    chooses (0: no indexer). conv_channels, conv_inputs: channels of a "state" layer's short convolution, and inputs
+    kept of each, beside a matrix key_dim x value_dim for each of num_kv_heads value heads. spare_inputs: further
+    inputs, so that this number of drafts can be taken back."""
 
     kind: Kind
     num_heads: int
@@ -148,8 +144,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """projections: attention's matrices. intermediate: width of the MLP. experts: its replacement. is_gated: an MLP
-    or expert has three matrices, not two. num_vectors: elements of norms, biases, sinks and convolutions."""
+    """Sizes of one layer, in elements. projections: attention's matrices. intermediate: width of the MLP. experts: its
+    replacement. is_gated: an MLP or expert has three matrices, not two. num_vectors: elements of norms, biases, sinks
+    and convolutions."""
 
     attention: AttentionShape
     projections: tuple[Matrix, ...]
@@ -165,11 +162,11 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model, in elements. max_model_len: positions. dtype, expert_dtype: stored types of the layers'
-    matrices and of their experts. is_tied: input and output embeddings are one table. embedding_width: if it is not
-    `hidden`, two matrices project to `hidden` and back. positions: rows of a table of learned positions. num_vectors:
-    elements of norms outside the layers. is_known: False if norms and biases are guessed from the configuration's keys.
-    draft_layers: layers of a loaded draft head; they count as weights only."""
+    """Sizes of a model, in elements. max_model_len: positions. dtype, expert_dtype: stored types of matrices. is_tied:
+    input and output embeddings are one table. embedding_width: if it is not `hidden`, two matrices project to `hidden`
+    and back. positions: rows of a table of learned positions. num_vectors: elements of norms outside the layers.
+    is_known: False if norms and biases are guessed. draft_layers: layers of a loaded draft head; they count as weights
+    only."""
 
     name: str
     family: str
@@ -194,12 +191,12 @@ class ModelShape:
 
     @cached_property
     def layer_counts(self) -> Mapping[LayerShape, int]:
-        """Counts, in order of first appearance."""
+        """Number of layers of each shape, in order of first appearance."""
         return Counter(self.layers)
 
     @cached_property
     def attention_counts(self) -> Mapping[AttentionShape, int]:
-        """Counts, in order of first appearance."""
+        """Number of layers of each attention shape, in order of first appearance."""
         return Counter(layer.attention for layer in self.layers)
 
     @cached_property

@@ -28,17 +28,14 @@ RAY_PLACEMENTS = ("pack", "strict_spread")
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """tp: devices that share each layer, experts and vocabulary (tensor parallelism). pp: groups of them that share the
-    layers (pipeline parallelism). dp: replicas behind a router. ep: devices over which whole experts are spread (expert
-    parallelism), a multiple of tp. If it spans several replicas, they exchange tokens in every layer and each holds a
-    share of the experts. 1: tp shares each expert. dcp: neighbours among the tp devices that hold the same key head,
-    and keep a part of each sequence's tokens each (decode context parallelism); no more devices. interleave: tokens in
-    a row that one of them keeps. redundant_experts: further copies of a layer's experts, which move between the ep
-    devices by their load (None: experts stay). pcp: groups of tp devices that share the tokens of prompts (prefill
-    context parallelism), each with all weights and keys of the stage.
-
-    Raises ConfigError for sizes that do not fit together.
-    """
+    """Layout of a model over devices; sizes of groups. tp: devices that share each layer (tensor parallelism). pp:
+    stages, groups that share out the layers. dp: replicas behind a router. ep: devices over which whole experts are
+    spread, a multiple of tp; if it spans several replicas, they exchange tokens in every layer. 1: tp shares each
+    expert. dcp: neighbours among the tp devices that hold the same key head and keep a part of each sequence's tokens
+    each (decode context parallelism). interleave: tokens in a row that one of them keeps. redundant_experts: further
+    copies of a layer's experts, which move between devices by their load (None: experts stay). pcp: groups of tp devices
+    that share the tokens of prompts, each with all keys (prefill context parallelism). Raises ConfigError for sizes
+    that do not fit together."""
 
     tp: int = 1
     pp: int = 1
@@ -251,7 +248,8 @@ def read_balance(options: EngineOptions) -> ExpertBalance | None:
 
 
 def expert_balance(options: EngineOptions, model: ModelConfig) -> ExpertBalance | None:
-    """See `read_balance`. Raises ConfigError for a model, ranks or copies that do not go together."""
+    """Balancing of experts by `--enable-eplb` (see `read_balance`). Raises ConfigError for a model, ranks or copies
+    that do not go together."""
     balance, tp, experts = read_balance(options), options.tensor_parallel_size, model.shape.experts
     if balance is None:
         return None

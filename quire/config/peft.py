@@ -40,9 +40,9 @@ BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """rank, alpha: for modules that no pattern matches. rank_pattern, alpha_pattern: regular expressions, in order, for
-    the ends of module names. rank_stabilised: scales are alpha / sqrt(rank). target_modules: module names; None: an
-    expression, or all linear layers."""
+    """Settings of a PEFT adapter. rank, alpha: for modules that no pattern matches. rank_pattern, alpha_pattern:
+    regular expressions, in order, for the ends of module names. rank_stabilised: scales are alpha / sqrt(rank).
+    target_modules: module names; None: an expression, or all linear layers."""
 
     path: Path
     rank: int

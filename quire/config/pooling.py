@@ -54,11 +54,11 @@ class DenseModule:
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """Pooling model's settings. task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled
-    states: the last token's, the first's ("cls"), or the mean of all. normalize: default of scaling a vector to length
-    1. dense: layers that the vector passes before that. activation: from logits to probabilities. dimensions: lengths
-    to which a vector may be cut (Matryoshka); if empty, `any_dimensions` permits every length or none. prompt: text
-    before each embedded text. prompts: (name, alternative that a request may choose)."""
+    """Pooling model's settings. task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled states:
+    the last token's, the first's ("cls"), or the mean. normalize: default of scaling a vector to length 1. dense:
+    layers that the vector passes before. activation: from logits to probabilities. dimensions: lengths to which a
+    vector may be cut; if empty, `any_dimensions` permits every length or none. prompt: text before each embedded text.
+    prompts: (name, text) that a request may choose."""
 
     task: Task
     method: Method
@@ -76,9 +76,9 @@ def read_pooling(
     path: Path, fields: Fields, architecture: str, runner: str, *, is_encoder: bool, stated: Method | None = None
 ) -> PoolingConfig | None:
     """Pooling of a directory's or GGUF file's model; None for one that generates. is_encoder: it attends in both
-    directions. stated: method that a GGUF file names. runner: option of EngineOptions; "auto" pools if the model cannot
-    generate, or if sentence-transformers' files or the GGUF file describe it. Raises ModelLoadError for unsupported
-    files, ConfigError for a runner that the model cannot have."""
+    directions. stated: method that a GGUF file names. runner: option of EngineOptions; "auto" pools if files describe
+    pooling, or the model cannot generate. Raises ModelLoadError for unsupported files, ConfigError for a runner that
+    the model cannot have."""
     is_bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
     is_causal = not (is_encoder or is_bare or architecture.endswith(CLASSIFIER))
     modules = None if path.is_file() else _modules(path)

@@ -1,4 +1,4 @@
-"""Scheduling slice."""
+"""Scheduling settings of the resolved configuration."""
 
 from __future__ import annotations
 

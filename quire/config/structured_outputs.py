@@ -1,4 +1,4 @@
-"""Slice of structured outputs, for every request."""
+"""Structured output settings of an engine, which apply to every request."""
 
 from __future__ import annotations
 

@@ -34,15 +34,15 @@ CACHE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of a tower of Qwen3-VL, Qwen 3.5, Qwen2.5-VL or Gemma 3. channels, frames, patch_size: a patch is
+    """Sizes of a vision tower of Qwen3-VL, Qwen 3.5, Qwen2.5-VL or Gemma 3. channels, frames, patch_size: a patch is
     [channels, frames, patch_size, patch_size]. merge_size: patches on each side of the square that becomes one token.
-    output_size: elements of a token's features, the language model's hidden size. table_side: rows and columns of the
-    table of learned positions (0: none). deepstack_layers: ascending layers whose outputs the language model adds after
-    its first layers. is_gated: the MLP has three matrices, norms are RMS norms, and the patch embedding has no bias.
-    window: tokens on each side of the squares in which patches attend to one another (0: their whole frame), except in
-    `whole_layers`. is_pooled: a token's features are the mean of its patches, normed and projected; all pictures have
-    table_side ** 2 patches, nothing rotates, and their tokens see one another. marks: tokens around an image's (None:
-    the chat template writes them). tokens_per_second: rotary times of a second of video (None: a time is text)."""
+    output_size: elements of a token's features. table_side: rows and columns of the table of learned positions (0:
+    none). deepstack_layers: ascending layers whose outputs the language model adds after its first layers. is_gated:
+    MLPs have three matrices, norms are RMS norms. window: tokens on each side of the squares in which patches attend to
+    one another (0: their whole frame), except in `whole_layers`. is_pooled: a token's features are the mean of its
+    patches; all pictures have table_side ** 2 patches, nothing rotates, and their tokens see one another. marks: tokens
+    around an image's (None: the chat template writes them). tokens_per_second: rotary times of a second of video
+    (None: a time is text)."""
 
     num_layers: int
     hidden_size: int
@@ -111,11 +111,11 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class EncoderCosts:
-    """Costs of a tower for the scheduler. num_layers: layers, which can be computed one at a time. cache_tokens: tokens
-    of the images whose features are kept; a larger image is kept alone. patch_factor, pair_factor: elements that a
-    layer multiplies for each patch of a token, and for each pair of patches that attend to one another, relative to a
-    text token's in all layers. patches: patches of a token. window: patches of a window. whole_share: share of the
-    layers that attend to whole frames."""
+    """Costs of a tower for the scheduler. num_layers: layers, which can be computed one at a time. cache_tokens: image
+    tokens whose features are kept; a larger image is kept alone. patch_factor, pair_factor: elements that a layer
+    multiplies for each patch, and for each pair of patches that attend to one another, relative to a text token's in
+    all layers. patches: patches of a token. window: patches of a window. whole_share: share of the layers that attend
+    to whole frames."""
 
     num_layers: int
     cache_tokens: int
@@ -217,7 +217,7 @@ def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, 
 
 @dataclass(frozen=True)
 class TowerKind:
-    """Kind and default sizes of a family's towers."""
+    """Vision towers of one family: reader and default sizes."""
 
     deepstack: tuple[int, ...] | None = None
     """Default layers with further features; None: no layer has any."""

@@ -12,14 +12,14 @@ from quire.scheduler.snapshot import KVSnapshot, RequestView
 
 
 class Observations(msgspec.Struct):
-    """Sum and number of observations of a quantity."""
+    """Sum of a quantity and number of its observations, since the server's start."""
 
     sum: float
     count: int
 
 
 class Frame(msgspec.Struct):
-    """Snapshot without time of day: those of an idle server are equal."""
+    """Snapshot of a server for viewers. It has no time of day, so frames of an idle server are equal."""
 
     version: str
     model: str
@@ -44,7 +44,8 @@ class Frame(msgspec.Struct):
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Table entry that names a block."""
+    """Block-table entry that names a physical block, for the live page and `quire top`: request, sequence, KV group,
+    logical block."""
 
     request_id: str
     sequence: int

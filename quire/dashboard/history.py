@@ -49,7 +49,7 @@ class History:
         return list(self._values[key])
 
     def add_frame(self, frame: Frame, now: float) -> None:
-        """now: seconds of a monotonic clock."""
+        """Take a frame into the rates. now: seconds of a monotonic clock."""
         stats, first = frame.stats, frame.time_to_first_token
         newest = _Counters(
             now,

@@ -15,7 +15,8 @@ KEPT, SHOWN = 200, 20
 
 
 class EndedRequest(msgspec.Struct, frozen=True):
-    """finish_reasons: reasons of its sequences, once each. Times are in seconds, None without a token."""
+    """Request that has ended, for the live page. finish_reasons: reasons of its sequences, once each. Times are in
+    seconds, None without a token."""
 
     request_id: str
     finish_reasons: list[str]

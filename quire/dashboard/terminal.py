@@ -101,7 +101,8 @@ def counts_of(kv: KVSnapshot) -> dict[str, int]:
 def render(
     frame: Frame, history: History, url: str, *, order: str = QUEUE_ORDER, size: tuple[int, int] | None = None
 ) -> RenderableType:
-    """order: QUEUE_ORDER or one of ORDERS. size: columns and lines of the screen; None: as long as it gets."""
+    """Screen of `quire top` for a frame. order: QUEUE_ORDER or one of ORDERS. size: columns and lines; None: as long as
+    it gets."""
     counts = counts_of(frame.kv)
     title = Text.assemble(("Quire ", "bold"), (frame.model, "bold cyan"), f"  {url}  ", (frame.backend, "dim"))
     if frame.is_draining:

@@ -34,14 +34,14 @@ class Trail(StatsListener):
     """Samples at least INTERVAL_SECONDS apart. An idle engine adds none: between two samples nothing has changed."""
 
     def __init__(self, first_tokens: Callable[[], tuple[float, int]], clock: Clock | None = None) -> None:
-        """first_tokens: returns sum and number of the times to first token so far."""
+        """Samples of the last 15 minutes. first_tokens: returns sum and number of the times to first token."""
         self._first_tokens = first_tokens
         self._clock = clock or SystemClock()
         self._samples: deque[tuple[float, TrailSample]] = deque(maxlen=2 * int(SECONDS / INTERVAL_SECONDS) + 2)
         """Samples with their times; at most two in an interval."""
         self._latest: EngineStats | None = None
         self._at_rest: tuple[float, TrailSample] | None = None
-        """When the engine last had no request."""
+        """Time of the last snapshot without requests, and its sample."""
 
     def record_stats(self, stats: EngineStats) -> None:
         now = self._clock.now()

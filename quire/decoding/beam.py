@@ -1,9 +1,6 @@
-"""Beam search: k best continuations of a prompt, k at a time (paper §4.4, figure 9).
-
-Each step ranks all continuations: those that end among the first k become hypotheses, and the k best of the others go
-on. Results equal those of Transformers' beam search: candidates, scores of hypotheses (cumulative log-probability /
-length ** length_penalty, the end token counted), and ends.
-"""
+"""Beam search: k best continuations of a prompt (paper §4.4, figure 9), in the scheduler's update. Each step ranks all
+continuations: those that end among the first k become hypotheses, and the k best of the others go on. Scores
+(cumulative log-probability / length ** length_penalty) and results equal those of Transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class Child(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """Finished continuation."""
+    """Finished continuation of a beam search, ranked by its score."""
 
     token_ids: list[int]
     """Generated tokens, including the one that ended it."""
@@ -69,7 +66,7 @@ class BeamSearch:
         self.width = params.num_sequences
         self.beams = [Beam(request.sequences[0])]
         self.hypotheses: list[Hypothesis] = []
-        """At most `width`."""
+        """Finished continuations, at most `width`, ranked by score."""
         self.is_done = False
         self.failure: str | None = None
         """Reason for ending the search without a result."""
@@ -273,7 +270,7 @@ class BlockSharing(Protocol):
 
 
 class Followed(NamedTuple):
-    """Changes to slots and tokens by `follow`."""
+    """Changes that `follow` makes for the next plan."""
 
     dropped: list[Sequence]
     """Sequences of dropped beams. Their slots are released before the forks."""

@@ -6,16 +6,16 @@ Only counts decide, no clock: every rank and every run of the same requests plan
 from __future__ import annotations
 
 WEIGHT = 0.25
-"""Weight of the last trial in the mean."""
+"""Weight of the latest trial in a sequence's mean number of accepted drafts."""
 FIRST_MEAN = 2.0
 LEAST_MEAN = 0.2
 """Accepted drafts per trial below which drafts cost more than they save: trials become rare."""
 RARE = 16
-"""Opportunities per rare trial, which has one draft."""
+"""Opportunities for each trial of a sequence below LEAST_MEAN, which then has one draft."""
 MANY = 8
 """Sequences of a step from which on it waits for arithmetic."""
 LEAST_MEAN_OF_MANY = 0.5
-"""LEAST_MEAN in such a step."""
+"""LEAST_MEAN of a step with MANY sequences."""
 
 
 class DraftRecord:
@@ -40,8 +40,8 @@ class DraftRecord:
         return 1 + int(1.5 * self.mean) if self.mean >= LEAST_MEAN else 1
 
     def wants_trial(self, num_sequences: int = 1) -> bool:
-        """True if the next step may have drafts. Called once for each step that could have some. num_sequences: those
-        of the step."""
+        """True if the next step may have drafts. Called once for each step that could have some. num_sequences: number
+        of sequences in the step."""
         is_busy = num_sequences >= MANY
         if self.mean >= (LEAST_MEAN_OF_MANY if is_busy else LEAST_MEAN):
             return True

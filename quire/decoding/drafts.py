@@ -26,7 +26,7 @@ class Drafts(NamedTuple):
 
     num_tokens: int
     token_ids: list[int] | None = None
-    """None: the workers propose at most `num_tokens`."""
+    """Drafts; None: the workers propose at most `num_tokens` themselves."""
 
 
 NO_DRAFTS = Drafts(0)
@@ -69,7 +69,8 @@ class WorkerDrafts:
     def __init__(
         self, max_drafts: int, by_batch_size: SequenceOf[tuple[int, int]] = (), *, adapts: bool = True
     ) -> None:
-        """by_batch_size: see SpeculationConfig. adapts: fewer drafts for a sequence whose drafts are rejected."""
+        """Drafter whose drafts the workers look up. by_batch_size: see SpeculationConfig. adapts: fewer drafts for a
+        sequence whose drafts are rejected."""
         self.max_drafts = max_drafts
         self._ends = [end for end, _ in by_batch_size]
         self._numbers = [number for _, number in by_batch_size]

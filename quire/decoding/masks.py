@@ -1,10 +1,7 @@
-"""Masks: the tokens that a constrained request may have next.
-
-The engine core gets a `Constraint` from its `MaskSource` for each request, and a `Matcher` from it for each sequence.
-Matchers run outside the core: `advance` sends tokens, the answer comes later (`Matcher.is_ready`). A request waits at a
-gate for the first answers of its matchers (`quire.scheduler.gates.ConstraintGate`); a running sequence without an
-answer stays out of steps.
-"""
+"""Masks: the tokens that a constrained request may have next. A `MaskSource` gives the engine core a `Constraint` for
+each request, and that a `Matcher` for each sequence. Matchers run in another process: `advance` sends tokens, the
+answer comes later (`Matcher.is_ready`). A request waits for its first answers at a gate (`ConstraintGate`); a running
+sequence without an answer stays out of steps."""
 
 from __future__ import annotations
 
@@ -97,8 +94,8 @@ class Matcher(Protocol):
 
     def mask(self) -> bytes | None:
         """Tokens that may come next: packed bits, [ceil(vocab size / 32)] little-endian uint32, token t at bit t % 32
-        of word t // 32; None: all. Waits for a mask that has not come, briefly unless `is_slow`. Raises UserError if no
-        token may follow, or if that takes too much work to tell."""
+        of word t // 32; None: all. Waits, briefly unless `is_slow`, for a mask that has not come. Raises UserError if
+        no token may follow."""
         ...
 
     def draft_masks(self) -> list[bytes]:

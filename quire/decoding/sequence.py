@@ -30,13 +30,13 @@ class Deferral(NamedTuple):
     """Gate's decision that a waiting request may not start yet (quire/scheduler/gates.py)."""
 
     reason: str
-    """Gate's `reason`."""
+    """Name of the reason to wait, the gate's `reason`, for stats and messages."""
     reserved_blocks: int
     """Blocks of the pool reserved for the request meanwhile."""
     is_pending: Callable[[], bool]
     """True until the awaited event has come. Constant time: the scheduler asks in every pass."""
     deadline: float = math.inf
-    """Time at which the request goes on without the event."""
+    """Time on the engine's clock at which the request stops waiting for the event."""
     cancel: Callable[[], object] = lambda: None
     """Ends the work that the gate began for the request. Called once, at the end of the deferral."""
     reserves_slots: bool = True
@@ -51,12 +51,10 @@ class RequestStatus(enum.Enum):
 
 
 class Sequence:
-    """Completion being generated: tokens, counters, and the handle to its KV blocks.
-
-    `num_computed_tokens` counts tokens whose KV is written by plans already made; `num_pending_tokens` counts tokens
-    that such plans sample but whose values have not come back. While `num_pending_drafts` (drafts of plans in flight,
-    part of both) is not 0, both are upper bounds. The target of a step is `len(token_ids) + num_pending_tokens`.
-    """
+    """Completion being generated: tokens, counters, and the handle to its KV blocks. `num_computed_tokens` counts
+    tokens whose KV is written by plans already made, `num_pending_tokens` those that such plans sample but whose values
+    have not come back; with `num_pending_drafts` (drafts of plans in flight, part of both) they are upper bounds. The
+    target of a step is `len(token_ids) + num_pending_tokens`."""
 
     __slots__ = (
         "awaits_matcher",
@@ -115,7 +113,8 @@ class Sequence:
         self.blocks: BlockTable | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
         self.swapped: BlockTable | None = None
-        """Same handle while the blocks are in the host pool: their `num_computed_tokens` need not be recomputed."""
+        """Handle of the KV blocks while they are in the host pool: their `num_computed_tokens` need not be recomputed.
+        """
         self.chain: HashChain | None = None
         """Hashes of the known full blocks; kept through a preemption."""
         self.num_unsent_tokens = 0

@@ -31,10 +31,10 @@ class BudgetConstraint:
 
 
 class BudgetMatcher:
-    """Implements Matcher."""
+    """Matcher that forces the end of a sequence's thoughts once they have a number of tokens."""
 
     def __init__(self, inner: Matcher | None, budget: ThinkingBudget, num_bytes: int) -> None:
-        """num_bytes: size of a mask."""
+        """Matcher around the request's constraint (None: none). num_bytes: size of a mask."""
         self._inner = inner
         self._budget = budget
         self._num_bytes = num_bytes
@@ -44,13 +44,13 @@ class BudgetMatcher:
         self._forced: list[int] = []
         """Rest of the end mark, once the budget is used up."""
         self._num_asked = 0
-        """Number of tokens of the last `advance`."""
+        """Number of tokens that the last `advance` was given."""
         self._own: list[int] = []
-        """Tokens of the mark forced after them."""
+        """Tokens of the end mark that are forced behind those."""
         self._num_followed = 0
         """Tokens forced by the inner matcher after those, which count for the budget."""
         self._drafts: list[int] = []
-        """Guesses of the tokens after the mark's."""
+        """Drafts to be masked behind the forced tokens."""
         self._check()
 
     @property

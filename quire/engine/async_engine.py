@@ -17,7 +17,7 @@ from quire.config.engine_keywords import EngineKeywords
 from quire.config.model import ModelConfig
 from quire.config.options import BUNDLED_MODEL, EngineOptions, HasOptions
 from quire.engine.adapters import KnownAdapters
-from quire.engine.call_options import PoolingOptions, truncation_of
+from quire.engine.call_options import PoolingOptions, truncation_of, with_processor_kwargs
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.engine_process import EngineProcess
 from quire.engine.front_end import check_mode, check_reset, open_front_end
@@ -81,9 +81,9 @@ class AsyncLLM:
         hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
         **engine_options: Unpack[EngineKeywords],
     ) -> None:
-        """in_process: run the core in a thread of this process. restart_engine: start another engine, in which all
-        requests continue, when an engine process dies or is silent for `hung_engine_timeout` seconds (0: no limit)
-        (quire/engine/fleet.py); None: only if `data_parallel_size` > 1. Raises ConfigError or ModelLoadError."""
+        """Start an engine. in_process: run the core in a thread of this process. restart_engine: start another engine,
+        in which all requests continue, when an engine process dies or is silent for `hung_engine_timeout` seconds (0:
+        no limit); None: only if `data_parallel_size` > 1. Raises ConfigError or ModelLoadError."""
         start = _starter(in_process, restart_engine, hung_engine_timeout)
         options = EngineOptions.from_keywords({"model": model, **engine_options})
         self._open(options, lambda options, config: start(options, config, executor=DEFAULT_EXECUTOR))
@@ -255,6 +255,12 @@ class AsyncLLM:
         return self._session.control.num_running
 
     @property
+    def num_waiting(self) -> int:
+        """Number of requests outside the background that wait or are being prepared; those that the engine has not
+        reported yet count as waiting."""
+        return self._session.num_waiting
+
+    @property
     def num_queued_tokens(self) -> int:
         """Total prompt tokens of the requests that have no output token yet."""
         return self._session.num_queued_tokens
@@ -279,17 +285,15 @@ class AsyncLLM:
         **options: Unpack[PoolingOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they come, the last one with `finished`, or as `sampling_params.output_kind` says. delta:
-        see OutputProcessor.add_request. priority: lower is earlier (docs/scheduling.md). part: place among several
-        requests of one caller, which start in turn. options: see PoolingOptions.
-
-        Leaving the iterator, or cancelling the task that awaits it, aborts the request. Raises UserError for a bad
-        prompt or an id in use (before anything runs), EngineDeadError when the engine dies, EngineUnresponsiveError
-        before the start as `check_health` does, InternalError if its output cannot be processed, EngineAsleepError
-        while the engine sleeps, and QuireError while draining.
-        """
+        see OutputProcessor.add_request. priority: lower is earlier. part: place among several requests of one caller,
+        which start in turn. options: see PoolingOptions. Leaving the iterator, or cancelling its task, aborts the
+        request. Raises UserError for a bad prompt or an id in use, EngineDeadError when the engine dies,
+        EngineUnresponsiveError as `check_health` does, InternalError if its output cannot be processed,
+        EngineAsleepError, and QuireError while draining."""
         lora_request = options.pop("lora_request", None)
         if options:
             sampling_params = msgspec.structs.replace(sampling_params, **truncation_of(options))
+            prompt = with_processor_kwargs(prompt, options)
         process = partial(self._process, prompt, sampling_params, (cache_salt, priority), lora_request)
         kind = getattr(sampling_params, "output_kind", None)  # the input processor rejects other types
         delta = delta or kind is RequestOutputKind.DELTA
@@ -451,12 +455,9 @@ class AsyncLLM:
         return await self._count("reset_prefix_cache")
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Start no request until `resume`; new ones wait (a server rejects them unless mode is "keep").
-
-        mode: "abort" ends all requests with finish reason "abort"; "wait" returns when the running ones have ended;
-        "keep" suspends them until `resume`, with the same tokens. clear_cache: drop cached prefixes too, except with
-        "keep". Raises UserError for another mode.
-        """
+        """Start no request until `resume`; new ones wait (a server rejects them unless mode is "keep"). mode: "abort"
+        ends all requests with finish reason "abort"; "wait" returns when the running ones have ended; "keep" suspends
+        them. clear_cache: drop cached prefixes too, except with "keep". Raises UserError for another mode."""
         check_mode(mode)
         self._session.control.pauses, self._session.control.refuses_new = True, mode != "keep"
         await self._session.ask("pause", "all" if mode == "keep" else "new")
@@ -482,9 +483,8 @@ class AsyncLLM:
 
     async def sleep(self, level: int | str = 1, mode: str | None = None) -> None:
         """Free memory until `wake_up`: the KV cache, and the weights, which move to host memory on a device (level 1)
-        or are dropped (level 2). Requests are rejected meanwhile. mode: None refuses to sleep while requests live,
-        "abort" ends them, "wait" waits for their end. Raises UserError while requests live or prefixes are registered.
-        """
+        or are dropped (level 2). mode: None refuses to sleep while requests live, "abort" ends them, "wait" waits for
+        their end. Raises UserError while requests live or prefixes are registered."""
         if mode is not None:
             check_mode(mode)
         control = self._session.control

@@ -37,7 +37,6 @@ def main() -> None:
 
 
 def _prepare(modules: Sequence[str]) -> BaseException | None:
-    """Import the engine's modules, exempt from garbage collection; returns the error, if any."""
     gc.disable()
     try:
         for module in ("quire.engine.process", *modules):

@@ -225,7 +225,6 @@ class EngineCore:
         return layout
 
     def _readiness(self, wanted: int, layout: KVCacheLayout, seconds: dict[str, float]) -> EngineReady:
-        """Report of a started core. wanted: configured maximum sequence length in tokens."""
         max_model_len = self.scheduler.longest_sequence(wanted)
         if max_model_len < 2:
             raise InsufficientMemoryError(
@@ -298,7 +297,6 @@ class EngineCore:
             self._rejections.append(RequestRejected(request_id, error.message, error.param))
 
     def _finish_transfers(self) -> bool:
-        """Run the KV connector's remaining transfers; returns whether nothing is left."""
         for _ in range(LAST_TRANSFERS):
             if not self.scheduler.kv.has_transfers:
                 return True

@@ -1,9 +1,6 @@
-"""Search for the request that kills an engine.
-
-Requests in the engine at a death become suspects, each until it gets `CLEARED_TOKENS` further tokens. After a second
-death with suspects the engine gets one group of them at a time, which each further death halves. A request that kills
-the engine alone is the culprit.
-"""
+"""Search for the request that kills an engine. Requests in the engine at a death become suspects, until they get
+`CLEARED_TOKENS` further tokens. After a second death with suspects the engine gets one group of them at a time, which
+each further death halves. One that kills the engine alone is the culprit."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class CulpritSearch:
         self._tried: list[str] = []
         """Requests of the current group, cleared ones included; empty if no search runs."""
         self._groups: list[dict[str, int]] = []
-        """Groups to try later, with positions."""
+        """Groups of suspects to try later, each with the position of every request."""
 
     @property
     def is_searching(self) -> bool:
@@ -32,7 +29,7 @@ class CulpritSearch:
 
     @property
     def has_suspects(self) -> bool:
-        """True if `note_progress` could clear a suspect."""
+        """True if `note_progress` could clear a suspect; the fleet asks at each update of an engine."""
         return bool(self._suspects)
 
     def allows(self, request_id: str) -> bool:

@@ -18,7 +18,8 @@ class EngineProcess:
     """Process that runs `quire.engine.boot`; leaving its context kills it unless it got a LaunchSpec."""
 
     def __init__(self, name: str = "engine", imports: Sequence[str] = ()) -> None:
-        """name: process title after "quire: ". imports: modules that the process imports while it waits."""
+        """Start a process that waits for its engine. name: process title after "quire: ". imports: modules that it
+        imports meanwhile."""
         self.alive_fd, self.child_fd = os.pipe()
         """Read end of a pipe that closes when the process ends."""
         self._is_told = False

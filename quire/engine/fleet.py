@@ -304,7 +304,6 @@ class Fleet:
             self._arrived.put(parts)
 
     def _answer(self, opened: OpenCall, member: Member, result: CallResult | None, parts: Parts) -> None:
-        """Record a member's answer to a call in `parts`; the last one completes the call."""
         if member.number not in opened.waiting:
             return
         opened.waiting.discard(member.number)
@@ -319,7 +318,6 @@ class Fleet:
             parts[opened.session].results.append(msgspec.structs.replace(result, call_id=opened.call_id))
 
     def _combined(self, opened: OpenCall) -> CallResult:
-        """One answer to a control call from the answers of all members; the first error wins."""
         results = list(opened.results.values())
         wrong = next((result for result in results if result.error is not None), None)
         if wrong is not None or len(self.members) == 1 or (results and results[0].kv is not None):
@@ -411,7 +409,6 @@ class Fleet:
         return parts
 
     def _note_death(self, member: Member, death: EngineDeadError) -> Parts:
-        """Record a death and decide about its requests. Returns the outputs for their sessions."""
         parts = Parts(EngineOutputs)
         with self._lock:
             self._raise_if_over()

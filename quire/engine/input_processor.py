@@ -58,6 +58,8 @@ class TextPrompt(TypedDict, total=False):
     it."""
     multi_modal_uuids: Mapping[str, Any]
     """`image`: the caller's names of the images (None: no name). A later prompt may have a name alone."""
+    mm_processor_kwargs: Mapping[str, Any]
+    """`min_pixels`, `max_pixels` or `size`, within the engine's."""
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -70,14 +72,16 @@ class TokensPrompt(TypedDict, total=False):
     multi_modal_data: Mapping[str, Any] | PlacedImages
     """Images as in TextPrompt, or placed ones."""
     multi_modal_uuids: Mapping[str, Any]
+    mm_processor_kwargs: Mapping[str, Any]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 IMAGE_KEY = "multi_modal_data"
 IMAGE_KEYS = (IMAGE_KEY, "multi_modal_uuids")
 MEDIA_KEYS = (*IMAGE_KEYS, "mm_processor_kwargs")
-"""Keys of vLLM's multimodal prompts. They must be empty, except IMAGE_KEYS for a model that takes images."""
+"""Keys of vLLM's multimodal prompts."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
+PREFIX_REFUSAL = "a registered prefix is text; pictures of prompts are found in the prefix cache by their content"
 PREDICTION_TAIL = 16
 """Prompt tokens kept before a prediction, so that its beginning is found."""
 
@@ -98,18 +102,15 @@ class RenderedChat(NamedTuple):
 
 
 class InputProcessor:
-    """Checks, tokenises and resolves requests. Thread-safe.
+    """Checks, tokenises and resolves requests at the engine's door. Thread-safe. tokenizer: None: prompts are token
+    ids. vocab_size: the model's, which may exceed the tokenizer's. max_model_len: tokens of prompt and output together.
+    eos_token_ids: the model's; they and the tokenizer's own end a sequence unless `ignore_eos`. seed: source of seeds
+    that requests lack. max_logprobs: limit of alternatives per token; -1: the vocabulary. takes_priorities: requests
+    may set one. pools: True for a pooling model.
 
-    tokenizer: None if the model has none (prompts are then token ids). vocab_size: the model's, which may exceed the
-    tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: the model's; they and the
-    tokenizer's own end a sequence unless `ignore_eos`. seed: source of seeds that requests lack. max_logprobs: limit of
-    alternatives per token; -1: the vocabulary. takes_priorities: requests may set one. pools: True for a pooling model,
-    which generates nothing.
-
-    Front ends set these attributes: `clips_max_tokens`: clip a max_tokens that does not fit, as `LLM.generate` does;
-    False makes it an error (servers). `max_new_tokens`: limit of every request or None. `reasoning`: format of the
-    model's reasoning, detected from its chat template. `chat_template`, `images` and `processors`: the template, image
-    inputs and logits processors of the engine.
+    Front ends set attributes: `clips_max_tokens`: clip a max_tokens that does not fit instead of refusing it (`LLM`).
+    `max_new_tokens`: limit of every request or None. `reasoning`: format of the model's reasoning. `chat_template`,
+    `images` and `processors`: the engine's.
     """
 
     def __init__(
@@ -170,7 +171,8 @@ class InputProcessor:
             raise UserError("best_of compares log-probabilities, and this engine gives logits", param="best_of")
         self.check_priority(priority)
         content, cache_salt = split_prompt(prompt, cache_salt, takes_images=True)
-        media = MediaOptions(owner=cache_salt)
+        asked = prompt.get("mm_processor_kwargs") if isinstance(prompt, Mapping) else None
+        media = MediaOptions.of(asked, owner=cache_salt)
         if params.skip_reading_prefix_cache:
             cache_salt += uuid.uuid4().hex  # a unique salt: no cached block matches
         check_unicode(request_id, param="request_id")
@@ -228,7 +230,6 @@ class InputProcessor:
         return token_ids[-self.prediction_tail :] + predicted[: self.max_model_len]
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
-        """Thinking budget of a request, with the model's reasoning marks. Raises UserError if these are unknown."""
         form, tokenizer = self.reasoning, self.tokenizer
         if form is None or tokenizer is None:
             raise UserError(
@@ -248,7 +249,7 @@ class InputProcessor:
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
         """Request that computes a prefix and registers it as `request_id`. Raises UserError as `process`."""
-        content, cache_salt = split_prompt(prefix, cache_salt)
+        content, cache_salt = split_prompt(prefix, cache_salt, refusal=PREFIX_REFUSAL)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
         return EngineRequest(
             request_id=request_id,
@@ -518,13 +519,16 @@ def has_images(prompt: Mapping[str, Any]) -> bool:
     return any(prompt.get(key) for key in IMAGE_KEYS)
 
 
-def split_prompt(prompt: Prompt, cache_salt: str, *, takes_images: bool = False) -> tuple[str | Sequence[int], str]:
-    """Split a prompt of any form into (text or token ids, cache salt). takes_images: images are allowed."""
+def split_prompt(
+    prompt: Prompt, cache_salt: str, *, takes_images: bool = False, refusal: str = TEXT_ALONE
+) -> tuple[str | Sequence[int], str]:
+    """Split a prompt of any form into (text or token ids, cache salt). takes_images: images are allowed; else refusal:
+    reason."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         for name in MEDIA_KEYS:
-            if prompt.get(name) and not (takes_images and name in IMAGE_KEYS):
-                raise UserError(f"{name} is not supported: {TEXT_ALONE}", param=name)
+            if prompt.get(name) and not takes_images:
+                raise UserError(f"{name} is not supported: {refusal}", param=name)
         known = (name for name in map(str, prompt) if name not in MEDIA_KEYS)
         reject_unknown(known, PROMPT_KEYS, "key in the prompt")
         cache_salt = prompt.get("cache_salt", cache_salt)

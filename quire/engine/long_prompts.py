@@ -12,7 +12,7 @@ import zmq
 from quire.engine.messages import Abort, AddRequest, ClientMessage, SessionMessage
 
 PIECE_TOKENS = 2**15
-"""Tokens per piece; decoding one takes a millisecond."""
+"""Tokens of one message of a long prompt; decoding one takes a millisecond."""
 UNCOPIED_BYTES = 2**16
 """Size from which a message part is sent without a copy."""
 

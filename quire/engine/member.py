@@ -25,7 +25,7 @@ StartEngine = Callable[[EngineReady | None, EngineStats | None], EngineClient]
 member's earlier engines."""
 
 WATCH_SECONDS = 1.0
-"""Seconds between two checks for a hung engine."""
+"""Seconds between two looks at an engine that may hang."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class Entry:
 
     @property
     def position(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence so far, by which culprits are sought."""
         return max(map(len, self.generated))
 
     @property
@@ -64,7 +64,7 @@ class Entry:
         return len(self.ended) == len(self.generated)
 
     def note(self, update: SequenceUpdate) -> None:
-        """Record an engine's update."""
+        """Record tokens and ends that an engine reports."""
         self.generated[update.index] += update.new_token_ids
         if update.prompt_logprobs is not None:
             self.num_prompt_logprobs = update.prompt_logprobs.start + len(update.prompt_logprobs.entries)
@@ -85,8 +85,8 @@ class Member:
     """One engine of a fleet: its process, requests and open calls. The fleet's lock guards it."""
 
     def __init__(self, number: int, start: StartEngine, hung_engine_timeout: float) -> None:
-        """hung_engine_timeout: seconds of silence (quire/engine/heartbeat.py) after which the engine is killed; 0:
-        never."""
+        """Engine and its successors. hung_engine_timeout: seconds of silence (quire/engine/heartbeat.py) after which
+        the engine is killed; 0: never."""
         self.number, self.name = number, f"replica {number}"
         self.start = start
         self.client: EngineClient | None = None
@@ -104,7 +104,7 @@ class Member:
         self.entries: dict[str, Entry] = {}
         """Ledger's requests on this member."""
         self.num_fruitless = 0
-        """Deaths since the last token."""
+        """Number of engine deaths since the last token."""
         self.num_restarts = 0
         self.stats: EngineStats | None = None
         """Last snapshot of the current engine."""

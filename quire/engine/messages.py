@@ -38,7 +38,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
-    """Leave the loop and drop live requests."""
+    """Order to the engine process: leave the loop and drop live requests."""
 
 
 ClientMessage = AddRequest | Abort | Call | Shutdown

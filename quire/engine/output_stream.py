@@ -188,8 +188,9 @@ class StatsListener:
 
 @dataclass(slots=True)
 class Delivery:
-    """Outputs, errors and answers from one message of the core. outputs, failures: by request stream. results: by call.
-    last_outputs (of failed requests), rejected (ids) and stats: for listeners."""
+    """Outputs, errors and answers from one message of the core. outputs, failures: with their requests' streams.
+    results: with the future of each call. last_outputs (of failed requests), rejected (ids) and stats: for
+    listeners."""
 
     outputs: list[tuple[OutputStream, RequestOutput]] = field(default_factory=list)
     failures: list[tuple[OutputStream, QuireError]] = field(default_factory=list)

@@ -11,7 +11,7 @@ from quire.outputs import SequenceUpdate
 MANY_SEQUENCES = 8
 """Sequences from which a step's outputs may wait for the whole window."""
 FEW_SEQUENCES_SHARE = 0.25
-"""Share of the window for fewer sequences."""
+"""Share of the output window that tokens wait for when few sequences run."""
 STATS_SECONDS = 0.05
 """Maximum age in seconds of the front end's statistics while only tokens are sent."""
 

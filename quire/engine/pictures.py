@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quire.multimodal.videos import AnyVideoProcessor
 
 MAX_FETCHES = 8
-"""Maximum number of concurrent fetches."""
+"""Pictures fetched from URLs at the same time."""
 OBJECT_BYTES = 2**20
 """Size in bytes that a picture object counts for in the queue."""
 _HELPER = "quire.multimodal.preparing:prepare_file"
@@ -73,7 +73,8 @@ class Pictures:
             return prompt  # the input processor raises the error
         pictures = pictures_of(prompt)
         inputs.check_numbers(pictures)
-        ready = await self.ready(inputs, pictures, MediaOptions(owner=prompt.get("cache_salt", owner)))
+        options = MediaOptions.of(prompt.get("mm_processor_kwargs"), owner=prompt.get("cache_salt", owner))
+        ready = await self.ready(inputs, pictures, options)
         changed: Any = {**prompt, "multi_modal_data": _by_kind(ready), "multi_modal_uuids": None}
         return changed  # type: ignore[no-any-return]
 
@@ -123,7 +124,7 @@ class Pictures:
         how: Preparation | AnyVideoProcessor
         if picture.is_video:
             assert inputs.videos is not None, "check_numbers comes before"
-            how = inputs.videos.processor
+            how = inputs.videos.processor_of(options)
         else:
             how = inputs.preparation(picture.detail, options)
         key = self.kept.key(data, repr(how))

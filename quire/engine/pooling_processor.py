@@ -28,7 +28,7 @@ from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
 _SHORTEST = 1e-12
-"""Lower bound of a vector's length for normalisation."""
+"""Least length of a vector to be normalised; shorter ones count as this long."""
 
 
 class PoolingProcessor:
@@ -246,7 +246,8 @@ def activated(logits: list[float], activation: Activation) -> list[float]:
 
 
 class PooledTokens(NamedTuple):
-    """second_segment: position of the first token of type 1; 0: all are of type 0."""
+    """Token ids of a pooled text or pair. second_segment: position of the first token of type 1; 0: all are of type
+    0."""
 
     token_ids: list[int]
     second_segment: int

@@ -60,8 +60,8 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         name: str = "engine",
         process: EngineProcess | None = None,
     ) -> None:
-        """executor: `"module:attribute"` of a callable from EngineConfig to Executor, imported by the process. name:
-        process title after "quire: ". process: waiting process; None: start one."""
+        """Client of an engine process. executor: `"module:attribute"` of a callable from EngineConfig to Executor,
+        imported by the process. name: process title after "quire: ". process: waiting process; None: start one."""
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
         process = EngineProcess(name) if process is None else process
         process.tell(msgspec.json.encode(LaunchSpec(options, executor, str(self._directory.path), process.child_fd)))
@@ -70,7 +70,7 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         self._startup_deadline = time.monotonic() + startup_timeout
         self._startup_timeout = startup_timeout
         self._error_id = errors.new_error_id()
-        """Id of the death, the same at every raise."""
+        """Error id of the process's death, the same at every raise."""
         self._died = threading.Event()
         self._is_silent = False
         self._stopped_rank: int | None = None

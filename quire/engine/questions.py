@@ -21,8 +21,8 @@ class Exchange:
     def __init__(
         self, services: Mapping[str, Callable[[int, bytes], bytes]], send: Callable[[int, Ask | QuestionAnswer], bool]
     ) -> None:
-        """services: the parent's, by name; called with the session that asks. send: sends to a session; returns False
-        if it has ended."""
+        """Parent's half. services: its functions by name, called with the asking session. send: sends to a session;
+        returns False if it has ended."""
         self._services, self._send = services, send
 
     def carry(self, session: int, message: Ask | QuestionAnswer) -> None:
@@ -46,7 +46,7 @@ class Questions:
     """Server process's half: asks its own questions, and answers those of other sessions."""
 
     def __init__(self, send: Callable[[Ask | QuestionAnswer], None]) -> None:
-        """send: to the parent; raises EngineDeadError."""
+        """Half of a server process. send: to the parent; raises EngineDeadError."""
         self._send = send
         self._asked: dict[int, tuple[str | int, asyncio.Future[bytes | None]]] = {}
         self._numbers = itertools.count(1)

@@ -23,7 +23,7 @@ Other = TypeVar("Other")
 
 
 def pull_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """Inbound socket without a queue limit."""
+    """Inbound socket of a front end, without a queue limit."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(address)
@@ -44,10 +44,10 @@ class RemoteClient(ABC, Generic[Other]):
     """Client of another process. Any thread may send; one receives at a time and observes the signs of life."""
 
     def __init__(self, inbox: str, received: Any, watched: int) -> None:
-        """inbox: address of the inbound socket. received: type of its messages. watched: file descriptor that wakes the
-        receiving thread; closed with the sockets."""
+        """Client over sockets. inbox: address of the inbound socket. received: type of its messages. watched: file
+        descriptor that wakes the receiving thread; closed with the sockets."""
         self._prefix: list[bytes] = []
-        """First parts of every message sent."""
+        """Message parts sent before every message, such as a session's name."""
         self._ready: EngineReady | None = None
         self._death: QuireError | None = None
         """Error that all further calls raise."""

@@ -26,7 +26,7 @@ RATE_SECONDS = 10.0
 
 
 class Backlog:
-    """Prompt tokens of requests without an output so far, and their rate of computation."""
+    """Prompt tokens waiting to be computed, with the rate of computation; bounds the queue and gives Retry-After."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -47,7 +47,7 @@ class Backlog:
             self.progress = (decayed(self.progress, now) * RATE_SECONDS + num_tokens, now)
 
     def discard(self, key: str) -> int:
-        """Remove a request; returns its tokens."""
+        """Forget a request that ended or got an output; returns its tokens."""
         num_tokens = self._prompts.pop(key, 0)
         self.num_tokens -= num_tokens
         return num_tokens

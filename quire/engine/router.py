@@ -13,9 +13,9 @@ from quire.errors import UserError, nearest_name
 from quire.request import EngineRequest
 
 SLACK = 1.25
-"""A replica takes requests of its prefixes while its live requests are at most SLACK times the mean ..."""
+"""Factor of the mean load up to which a replica takes requests of prefixes that it was sent before."""
 SLACK_REQUESTS = 4
-"""... plus this number."""
+"""Requests added to that bound."""
 PREFIX_TOKENS = 256
 """Number of first tokens that identify a shared prefix."""
 MAX_BEGINNINGS = 16384
@@ -23,7 +23,7 @@ MAX_BEGINNINGS = 16384
 
 
 class Router(Protocol):
-    """Deterministic choice among replicas numbered from 0."""
+    """Rule that chooses a replica for each request, numbered from 0; equal histories give equal choices."""
 
     needs_reports: bool
     """True if the choice depends on the reports."""
@@ -63,7 +63,7 @@ class LeastLoaded:
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
         self.loads = dict.fromkeys(range(num_replicas), 0)
-        """Live requests of the replicas that take more."""
+        """Number of live requests of each replica that accepts more."""
         self._next = 0
 
     def choose(self, beginnings: Sequence[str]) -> int:
@@ -89,7 +89,7 @@ class PrefixAware:
     def __init__(self, num_replicas: int) -> None:
         self._least_loaded = LeastLoaded(num_replicas)
         self._sent: dict[str, int] = {}
-        """Replica by longer beginning, oldest first."""
+        """Replica that was last sent each longer prompt beginning, oldest first."""
 
     def choose(self, beginnings: Sequence[str]) -> int:
         if not beginnings:

@@ -67,7 +67,7 @@ class Outbox:
         self._unsent.append((message, fail))
 
     def flush(self) -> None:
-        """Send the waiting requests now."""
+        """Send the waiting requests to the engine now."""
         unsent, self._unsent = self._unsent, []
         if unsent:
             self._send(unsent)
@@ -102,7 +102,7 @@ class Session:
         self.listeners: list[StatsListener] = []
         self.is_draining = False
         self.num_unfinished = 0
-        """See AsyncLLM.num_unfinished."""
+        """Number of requests that have not ended (AsyncLLM.num_unfinished)."""
         self.death: EngineDeadError | None = None
         self._processor = outputs
         self._texts = texts
@@ -115,7 +115,9 @@ class Session:
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._numbers = itertools.count(1)
         self._outbox = Outbox(client)
-        self._preparations = Preparations()
+        self._lines: set[str] = set()
+        """Keys of streams of background requests."""
+        self._preparations, self._line_preparations = Preparations(), Preparations()
         self._backlog = Backlog()
         self._all_finished = asyncio.Event()
 
@@ -144,6 +146,11 @@ class Session:
         return self._own_num_pending if self.loads is None else self.loads.num_pending
 
     @property
+    def num_waiting(self) -> int:
+        num_live = self._own_num_live if self.loads is None else self.loads.num_live
+        return num_live - self.control.num_running_live
+
+    @property
     def num_queued_tokens(self) -> int:
         return self._backlog.num_tokens if self.loads is None else self.loads.num_tokens
 
@@ -153,12 +160,17 @@ class Session:
 
     @property
     def _own_num_pending(self) -> int:
-        return len(self._preparations) + len(self._streams)
+        return len(self._preparations) + len(self._line_preparations) + len(self._streams)
+
+    @property
+    def _own_num_live(self) -> int:
+        return len(self._preparations) + len(self._streams) - len(self._lines)
 
     def _publish(self) -> None:
         if self.loads is not None:
             backlog = self._backlog
-            self.loads.publish(self.num_unfinished, self._own_num_pending, backlog.num_tokens, backlog.progress)
+            num_pending, num_live = self._own_num_pending, self._own_num_live
+            self.loads.publish(self.num_unfinished, num_pending, num_live, backlog.num_tokens, backlog.progress)
 
     # Requests.
 
@@ -180,7 +192,7 @@ class Session:
             name = request_id or uuid.uuid4().hex
             stream = OutputStream(name, f"{name}#{self.namespace}{next(self._numbers)}", delta=delta)
             async with contextlib.AsyncExitStack() as stack:
-                with self._preparations.count(part):
+                with (self._line_preparations if IN_BACKGROUND.get() else self._preparations).count(part):
                     with self._lock:
                         self._publish()
                     request = await process(stream.key)
@@ -272,7 +284,6 @@ class Session:
     # On the event loop.
 
     def _bind_loop(self) -> asyncio.AbstractEventLoop:
-        """Bind to the running loop. Requests of a loop closed are aborted."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and self.num_unfinished:
@@ -309,7 +320,9 @@ class Session:
             if stream.request_id in self._keys:
                 raise UserError(f"request id {stream.request_id!r} is already in use", param="request_id")
             self._processor.add_request(request, text, delta=delta)
-            if not request.is_background:  # nothing waits for these tokens
+            if request.is_background:  # nothing waits for its tokens
+                self._lines.add(stream.key)
+            else:
                 self._backlog.add_request(stream.key, len(request.prompt_token_ids))
             self._keys[stream.request_id] = stream.key
             self._streams[stream.key] = stream
@@ -343,6 +356,7 @@ class Session:
 
     def _forget(self, key: str) -> OutputStream | None:
         self._backlog.discard(key)
+        self._lines.discard(key)
         stream = self._streams.pop(key, None)
         if stream is not None:
             del self._keys[stream.request_id]
@@ -362,6 +376,7 @@ class Session:
         with self._lock:
             if outputs.stats is not None and self.loads is None:
                 self.control.num_running = outputs.stats.num_running
+                self.control.num_running_live = outputs.stats.num_running - outputs.stats.num_running_in_background
             self._backlog.note_progress(update.request_id for update in outputs.updates)
             processed = self._processor.process(outputs.updates)
             for output in processed.outputs:
@@ -404,6 +419,7 @@ class Session:
             self._backlog.clear()
             self._streams.clear()
             self._keys.clear()
+            self._lines.clear()
             self._calls.clear()
         self._post(delivery)
 

@@ -80,7 +80,6 @@ class SharedClient(RemoteClient[EngineFailed | Ask | QuestionAnswer | Ended]):
         self.questions.hear(death)
 
     def _hear_ticks(self) -> None:
-        """Read the parent's life and the engine's silence from shared memory."""
         num_ticks = self.state.engine.num_ticks
         if num_ticks == self._num_ticks:
             self._heartbeat.look()

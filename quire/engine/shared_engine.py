@@ -36,7 +36,7 @@ from quire.utils.runtime_directory import RuntimeDirectory
 INBOX, SESSION = "front-ends", "session-{}"
 """Names of the sockets of the parent and of a session."""
 PARENT = 0
-"""Session number of the parent's own calls."""
+"""Session number of the parent process's own calls."""
 OWN_CALLS = ("is_sleeping", "is_paused")
 """Methods of the parent's calls; the index is the call's id."""
 STATS_SECONDS = 0.5
@@ -58,8 +58,9 @@ class SharedEngine:
         on_stats: Callable[[EngineStats], None],
         on_change: Callable[[], None],
     ) -> None:
-        """directory: location of the sockets. services: see Exchange. on_stats: gets each snapshot. on_change: called
-        when the engine is ready and when it has ended. These run on threads of this class."""
+        """Engine shared by server processes. directory: location of the sockets. services: see Exchange. on_stats: gets
+        each snapshot. on_change: called when the engine is ready and when it has ended. These run on threads of this
+        class."""
         self._fleet = fleet
         self._directory = directory
         self._state = state
@@ -71,7 +72,7 @@ class SharedEngine:
         """Guards everything below, and sending."""
         self._sessions: dict[int, zmq.Socket[bytes]] = {}
         self._heard: dict[int, float] = {}
-        """Time of each session's last snapshot."""
+        """Time at which each session was last sent a snapshot."""
         self._numbers = itertools.count(1)
         self._exchange = Exchange(services, self._send)
         self._context = zmq.Context()
@@ -201,6 +202,7 @@ class SharedEngine:
                     self._state.sleep_level = self._state.sleep_level if result.value else 0
             if own.stats is not None:
                 self._state.num_running = own.stats.num_running
+                self._state.num_running_live = own.stats.num_running - own.stats.num_running_in_background
                 self._on_stats(own.stats)
                 now = time.monotonic()
                 for session in self._sessions:
@@ -213,7 +215,6 @@ class SharedEngine:
     def _send(
         self, session: int, message: EngineReady | EngineOutputs | EngineFailed | Ask | QuestionAnswer | Ended
     ) -> bool:
-        """Send a message unless the session has ended; returns whether it was sent."""
         with self._lock:
             socket = self._sessions.get(session)
             if socket is not None:

@@ -28,51 +28,58 @@ class _Number(Generic[T]):
 
 @dataclass(slots=True)
 class ControlState:
-    """Front end's knowledge of the engine. num_running: requests in the last snapshot."""
+    """Front end's knowledge of the engine. num_running, num_running_live: requests, and those outside the background,
+    in the last snapshot."""
 
     is_asleep: bool = False
     sleep_level: int = 0
     pauses: bool = False
     refuses_new: bool = False
     num_running: int = 0
+    num_running_live: int = 0
 
 
 class EngineState:
     """State of the engine, in shared memory."""
 
     num_ticks = _Number(0, int)
-    """Grows while the parent makes progress."""
+    """Counter that grows while the parent makes progress; other processes watch it."""
     silence = _Number(1, float)
     is_restarting = _Number(2, bool)
     num_restarts = _Number(3, int)
     num_running = _Number(4, int)
-    """Requests in the last snapshot."""
+    """Running requests in the last snapshot."""
     is_asleep = _Number(5, bool)
     sleep_level = _Number(6, int)
     pauses = _Number(7, bool)
     refuses_new = _Number(8, bool)
     stopped_code = _Number(9, int)
     """`EngineClient.stopped` + 2; 0: no process is stopped."""
+    num_running_live = _Number(10, int)
+    """Running requests outside the background, in the last snapshot."""
 
     def __init__(self, numbers: Numbers) -> None:
-        self.common = numbers.allocate(10).common
+        self.common = numbers.allocate(11).common
 
 
 class Loads:
     """Load (requests, tokens, connections) of each server process."""
 
-    _NUM_CELLS = 8
-    _UNFINISHED, _PENDING, _TOKENS, _PROGRESS, _PROGRESS_AT, _CLOSED, _PID, _BEAT = range(_NUM_CELLS)
+    _NUM_CELLS = 9
+    _UNFINISHED, _PENDING, _LIVE, _TOKENS, _PROGRESS, _PROGRESS_AT, _CLOSED, _PID, _BEAT = range(_NUM_CELLS)
 
     def __init__(self, numbers: Numbers, clock: Clock) -> None:
         self._cells = numbers.allocate(self._NUM_CELLS)
         self._now = clock.now
 
-    def publish(self, num_unfinished: int, num_pending: int, num_tokens: int, progress: tuple[float, float]) -> None:
-        """Publish this process's load. num_unfinished, num_pending, num_tokens: see AsyncLLM. progress:
-        `Backlog.progress`."""
+    def publish(
+        self, num_unfinished: int, num_pending: int, num_live: int, num_tokens: int, progress: tuple[float, float]
+    ) -> None:
+        """Publish this process's load. num_unfinished, num_pending, num_tokens: see AsyncLLM. num_live: pending
+        requests outside the background. progress: `Backlog.progress`."""
         own = self._cells.own
-        own[self._UNFINISHED], own[self._PENDING], own[self._TOKENS] = num_unfinished, num_pending, num_tokens
+        own[self._UNFINISHED], own[self._PENDING], own[self._LIVE] = num_unfinished, num_pending, num_live
+        own[self._TOKENS] = num_tokens
         own[self._PROGRESS], own[self._PROGRESS_AT] = progress
 
     def publish_connections(self, num_closed: int) -> None:
@@ -111,6 +118,10 @@ class Loads:
         return int(self._cells.total(self._PENDING))
 
     @property
+    def num_live(self) -> int:
+        return int(self._cells.total(self._LIVE))
+
+    @property
     def num_tokens(self) -> int:
         return int(self._cells.total(self._TOKENS))
 
@@ -126,6 +137,6 @@ class SharedState:
     """Shared state of a server. Every process must make it before it asks `numbers` for anything else."""
 
     def __init__(self, numbers: Numbers, clock: Clock | None = None) -> None:
-        """clock: one scale for all processes."""
+        """State in memory that all processes of a server map. clock: one scale for all of them."""
         self.engine = EngineState(numbers)
         self.loads = Loads(numbers, clock or SystemClock())

@@ -1,11 +1,6 @@
-"""Sleep and pause of an engine.
-
-Sleep frees memory: level 1 keeps the weights (in host memory, for a device); level 2 drops them, to load them again.
-Both drop the KV cache. The weights can wake up first.
-
-Pause: the engine starts nothing new and keeps its state. Scope `new` holds requests that have not started; `all` also
-suspends running ones, which keep their blocks.
-"""
+"""Sleep and pause of an engine. Sleep frees memory: level 1 keeps the weights (in host memory, for a device), level 2
+drops them; both drop the KV cache. A pause starts nothing new and keeps the engine's state. Scope `new` holds requests
+that have not started; `all` also suspends running ones, which keep their blocks."""
 
 from __future__ import annotations
 
@@ -18,9 +13,9 @@ from quire.kv_cache.stats import EngineStats
 
 LEVELS = {"1": 1, "2": 2}
 PARTS = ("weights", "kv_cache")
-"""Parts that sleep, in their order of waking."""
+"""Parts of an engine that sleep, in their order of waking."""
 SCOPES = ("new", "all")
-"""Scopes of a pause."""
+"""Scopes of a pause: requests that have not started, or all."""
 
 
 def part_of(tags: Collection[str] | None) -> str:
@@ -50,7 +45,7 @@ class Requests(Protocol):
 
 
 class Sleep:
-    """level: 0 awake, 1 or 2 asleep."""
+    """Sleeping and waking of an engine core. level: 0 awake, 1 or 2 asleep."""
 
     def __init__(self, executor: Executor, scheduler: Requests, finish_transfers: Callable[[], bool]) -> None:
         """finish_transfers: completes the KV connector's transfers; returns whether nothing is left."""
@@ -114,7 +109,8 @@ class Held(Protocol):
 
 
 class Pause:
-    """scope: "new", "all", or "" while not paused. stops_all: True if no step may be planned."""
+    """Pause of an engine core. scope: "new", "all", or "" while not paused. stops_all: True if no step may be
+    planned."""
 
     def __init__(self, scheduler: Held) -> None:
         self.scope = ""

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 VERSION = 1
 FLUSH_SECONDS = 1.0
-"""Minimum seconds between two writes to the file."""
+"""Least seconds between two writes of the step log's file."""
 
 
 Entry = TypeVar("Entry")
@@ -51,13 +51,10 @@ class StepLogHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StepRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One step. Times are in seconds.
-
-    at: hand-over of the plan, since the first one. seconds: from the hand-over, or the previous step's end if later, to
-    this step's end. gap: from the previous step's end to the hand-over, 0 if the plan came earlier. num_carried:
-    sequences that had a row before; if 0, `gap` may be idle time. starts, tokens: the plan's `start_positions` and
-    `num_tokens`. Copies and swaps are in blocks.
-    """
+    """One step in the log, times in seconds. at: hand-over of the plan, since the first one. seconds: from the
+    hand-over, or the previous step's end if later, to this step's end. gap: from the previous step's end to the
+    hand-over, at least 0. num_carried: sequences that had a row before; if 0, `gap` may be idle time. starts, tokens:
+    the plan's `start_positions` and `num_tokens`. Copies and swaps are in blocks."""
 
     step: int
     at: float
@@ -94,7 +91,7 @@ def _decoded(path: Path, number: int, line: bytes, kind: type[Entry]) -> Entry:
 
 
 class StepLog(CoreObserver):
-    """Writes a line for each successful plan, buffered."""
+    """Step log of an engine core (`step_log`): a line for each successful plan, buffered."""
 
     def __init__(self, config: EngineConfig, path: Path, clock: Clock) -> None:
         """Open and truncate the file. Raises ConfigError if it cannot be written."""
@@ -178,7 +175,6 @@ class _Lines:
 
 
 def _record(step: _EndedStep, began: float, ended_before: float) -> StepRecord:
-    """Log line of a step. began: hand-over of the log's first plan. ended_before: end of the previous step."""
     plan, handed_over, ended = step
     transfers = plan.transfers
     return StepRecord(

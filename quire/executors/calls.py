@@ -69,7 +69,7 @@ class PendingCall:
 
 
 class Pulse(Protocol):
-    """Signs of life of one rank."""
+    """Signs of life of one rank: seconds since the last, and whether its process is stopped."""
 
     def feel(self) -> VitalSigns:
         """Read the signs since the last call."""

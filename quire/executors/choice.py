@@ -1,4 +1,4 @@
-"""Executor of a configuration."""
+"""Choice of the executor for a configuration, made by the engine core."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class VitalSigns(NamedTuple):
     """Signs of life of workers in other processes, in seconds; the defaults for workers in this process."""
 
     silence: float = 0.0
-    """Longest time since a worker's last sign."""
+    """Seconds since the last sign of the most silent worker."""
     stalled: float = math.inf
     """Time since any worker made progress, unless all are idle."""
     stopped: int | None = None

@@ -50,7 +50,8 @@ class LocalExecutor:
         columns: Sequence[Column] = STEP_COLUMNS,
         overlays: OverlaySource | None = None,
     ) -> None:
-        """platform: None: the configuration's. columns, overlays: see Worker."""
+        """Executor of one worker in this process. platform: None: the configuration's. columns, overlays: see
+        Worker."""
         platform = make_platform(config) if platform is None else platform
         self._mode = platform.mode(config.scheduler.queue_depth)
         self._thread = WorkerThread("quire-worker") if self._mode == "thread" else None

@@ -87,7 +87,7 @@ class RankPulse:
 
 
 class RankProcesses(RankCalls):
-    """Implements `Workers`: a socket to each rank."""
+    """Workers in processes of this host, one a rank, reached by a socket each."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the processes; return when they have met. Raises a rank's error."""

@@ -132,10 +132,10 @@ def main() -> None:
 
 
 class Rank:
-    """One rank's executor, made by the first call."""
+    """Executor of one rank in its process or actor, made by the first call."""
 
     def __init__(self, number: int, ends: Callable[[int], RankEnds]) -> None:
-        """ends: number of the rank's stage -> its ends."""
+        """Rank number `number`. ends: number of the rank's stage -> its ends."""
         self._number = number
         self._ends = ends
         self._executor: Executor | None = None
@@ -258,7 +258,7 @@ class Answers:
         threading.Thread(target=self._run, name="quire-answers", daemon=True).start()
 
     def begin(self) -> None:
-        """Note that a call has come."""
+        """Note that a call has come, before it runs."""
         with self._lock:
             self._num_awaited += 1
             self._progress.is_idle = False

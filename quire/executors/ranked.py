@@ -25,7 +25,7 @@ class SampledTokens:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Results come on another thread than plans."""
+        """Guards the results, which come on another thread than plans."""
         self._known: list[tuple[int, int]] = []
         self._awaited: dict[int, list[int | None]] = {}
         """Step -> the sequences that it samples; None: the sequence needs no token any more."""

@@ -74,9 +74,9 @@ class RayRank:
             self._progress.is_idle = True
 
     def beat(self) -> int:
-        """Rank's progress as a byte (Progress)."""
+        """Progress of this rank as a byte (`Progress`), asked for by the engine."""
         return self._progress.byte()
 
     def live(self) -> None:
-        """Never return: Ray ends this call when the actor ends."""
+        """Block until the actor ends, so that the engine notices its end."""
         threading.Event().wait()

@@ -18,7 +18,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 
 _ROOTS = (EngineConfig, LayerSpec, KVCacheLayout, MemoryProfile, PreemptionCosts)
-"""Arguments and results of RankedExecutor's calls."""
+"""Types that calls of RankedExecutor carry over the wire."""
 _INTEGER_BITS = 63
 
 

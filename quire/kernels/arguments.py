@@ -19,8 +19,8 @@ IntegersT = TypeVar("IntegersT", int, np.ndarray, torch.Tensor)
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """weight, bias: [size] in the activations' dtype (or float32: the product is rounded once); None: ones and zeros.
-    centred: True for LayerNorm, which subtracts the mean, else RMSNorm."""
+    """Weights of a norm. weight, bias: [size] in the activations' dtype (or float32: the product is rounded once);
+    None: ones and zeros. centred: True for LayerNorm, which subtracts the mean, else RMSNorm."""
 
     size: int
     weight: torch.Tensor | None
@@ -37,7 +37,7 @@ class LengthScale:
     strength: float
 
     def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions: [T] integers -> [T] float32."""
+        """Factor of each position's queries. positions: [T] integers. Returns [T] float32."""
         steps = (positions + 1).div(self.floor, rounding_mode="floor")
         return (torch.log1p(steps.double()) * self.strength + 1.0).float()
 
@@ -60,10 +60,10 @@ class CacheScale:
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """Parameters of one layer's attention. scale: factor of q·k. window: tokens seen, the own one included (None: all);
-    with is_chunked, size of the chunks within which tokens see each other; in encoders, maximum distance on either
-    side. length_scale: factors of queries (None: none). soft_cap: scores become cap * tanh(score / cap) (None: off).
-    value_dim: size of a value head (None: head_dim). sinks: [num_heads] float32, extra score per head without a value
-    (None: none). cache_scale: 1 unless the cache is e4m3."""
+    with is_chunked, size of chunks; in encoders, maximum distance on either side. length_scale: factors of queries
+    (None: none). soft_cap: scores become cap * tanh(score / cap) (None: off). value_dim: size of a value head (None:
+    head_dim). sinks: [num_heads] float32, extra score per head without a value (None: none). cache_scale: 1 unless the
+    cache is e4m3."""
 
     layer: int
     num_heads: int
@@ -100,8 +100,8 @@ class HeadWeights:
 
 @dataclass(frozen=True, slots=True)
 class RotaryFrequencies:
-    """inverse_frequencies: [rotary_dim / 2] float32. magnitude: factor of cos and sin. axes: [rotary_dim / 2] int32,
-    which of a token's three positions rotates an element (None: one position)."""
+    """Frequencies of rotary positions. inverse_frequencies: [rotary_dim / 2] float32. magnitude: factor of cos and sin.
+    axes: [rotary_dim / 2] int32, which of a token's three positions rotates an element (None: one position)."""
 
     inverse_frequencies: torch.Tensor
     magnitude: float
@@ -111,9 +111,9 @@ class RotaryFrequencies:
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Parameters of one layer's latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form. All
-    heads read one vector of `rank` + `rope_dim` elements per token: all of it as key, the first `rank` as value. scale:
-    factor of query times key. top: keys that a token reads, chosen by an indexer (0: all)."""
+    """Parameters of one layer's latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form: all heads read
+    one vector of `rank` + `rope_dim` elements per token, as key, and its first `rank` as value. scale: factor of query
+    times key. top: keys that a token reads, chosen by an indexer (0: all)."""
 
     layer: int
     num_heads: int
@@ -153,13 +153,10 @@ class ExpansionRule:
 
 @dataclass(frozen=True, slots=True)
 class LatentExpansion:
-    """Layer's matrices between latents and heads, for models that expand prompts.
-
-    nope_dim: unrotated elements of a head's key; value_dim: elements of its value. absorb: queries [T, num_heads *
-    nope_dim] -> [T, num_heads * rank]. values: attended vectors [T, num_heads * rank] -> [T, num_heads * value_dim].
-    parts: one per `heads` heads, in order (the last has the rest): latents [N, rank] -> [N, heads * (nope_dim +
-    value_dim)], keys and values. They compute at once or record, as the layer's values ask.
-    """
+    """Layer's matrices between latents and heads, for models that expand prompts. nope_dim: unrotated elements of a
+    head's key; value_dim: elements of its value. absorb: queries [T, num_heads * nope_dim] -> [T, num_heads * rank].
+    values: attended vectors [T, num_heads * rank] -> [T, num_heads * value_dim]. parts: one per `heads` heads, in
+    order: latents [N, rank] -> [N, heads * (nope_dim + value_dim)], keys and values."""
 
     nope_dim: int
     value_dim: int
@@ -176,8 +173,8 @@ class LatentExpansion:
 class IndexShape:
     """Parameters of one layer's indexer (DeepSeek-V3.2), which chooses the keys that a token reads. A key's score is
     scale * sum over heads of weight * relu(query · key). num_heads, dim: the queries'; keys have one head of `dim`
-    elements, stored after the latents of `latent_width`. rope_dim: number of leading rotated elements. top: number of
-    keys to choose; ties go to earlier ones."""
+    elements, stored after the latents of `latent_width`. rope_dim: leading rotated elements. top: keys to choose; ties
+    go to earlier ones."""
 
     layer: int
     num_heads: int
@@ -210,7 +207,7 @@ class StatePart:
         return self.offset + 4 * torch.Size(self.shape).numel()
 
     def blocks(self, states: StateStep) -> torch.Tensor:
-        """[num_blocks, *shape] view of the pool."""
+        """Part of all state pages as a tensor, a view of the pool: [num_blocks, *shape]."""
         return states.pages[self.layer][:, self.offset : self.end_offset].view(torch.float32).unflatten(1, self.shape)
 
 
@@ -218,7 +215,7 @@ class StatePart:
 class ConvolutionWeights:
     """Causal convolution per channel. kernel: [width, channels] float32, last row for the token itself; bias:
     [channels] float32 or None. activation: name in `kernels/activation.py`, or None. layer, offset: place of the last
-    inputs in a page. num_spare: inputs kept beyond the needed width - 1, so that as many tokens can be taken back."""
+    inputs in a page. num_spare: inputs kept beyond width - 1, so that as many tokens can be taken back."""
 
     kernel: torch.Tensor
     bias: torch.Tensor | None
@@ -254,7 +251,7 @@ class DeltaRule:
 
     @property
     def state(self) -> StatePart:
-        """State after the last border."""
+        """Place in a page of the state at the last border of STATE_BORDER tokens."""
         shape = (self.num_value_heads, self.key_dim, line_elements(self.value_dim))
         return StatePart(self.layer, self.offset, shape)
 
@@ -293,9 +290,9 @@ class GatedNormWeights:
 @dataclass(frozen=True, slots=True)
 class Routing:
     """Choice of a token's experts. scoring: softmax over all experts, or sigmoid of each score. renormalise: chosen
-    weights sum to 1 (after a softmax: softmax over the chosen). factor: multiplies the weights. bias: [num_experts]
-    float32, added to the scores for the choice only, or None. num_groups: groups of neighbouring experts, of which the
-    best `top_groups` are available; a group's score is the sum of its `group_best` best (DeepSeek V2: 1, V3: 2)."""
+    weights sum to 1. factor: multiplies the weights. bias: [num_experts] float32, added to the scores for the choice
+    only, or None. num_groups: groups of neighbouring experts, of which the best `top_groups` are available; a group's
+    score is the sum of its `group_best` best (DeepSeek V2: 1, V3: 2)."""
 
     num_experts: int
     top_k: int
@@ -319,8 +316,8 @@ class Gating:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """by_expert: [num_experts] int64, incremented by the rows that each expert computes. num_rows: [1] integer, number
-    of leading rows that are no padding; None: all."""
+    """Counters of the rows that experts compute. by_expert: [num_experts] int64. num_rows: [1] integer, number of
+    leading rows that are no padding; None: all."""
 
     by_expert: torch.Tensor
     num_rows: torch.Tensor | None = None
@@ -330,9 +327,9 @@ class RowCounts:
 class ExpertWeights:
     """Matrices of the experts' gated MLPs, from `LinearMethod.create_stack`. gate_up: [2 * intermediate, size] each,
     gate above up; down: [size, intermediate] each. weighs_input: a token's weight multiplies the expert's input, else
-    its result. counts: None if nothing is counted. places: [num_experts, 3] int32, rows of
-    `quire.parallel.expert_placement.places_of`, which may change between steps (None: all experts are here, in their
-    order). apart: experts' results are not added, but left for `Operations.add_experts`."""
+    its result. counts: None if nothing is counted. places: [num_experts, 3] int32, rows of `places_of`, which may
+    change between steps (None: all experts are here, in order). apart: results are not added, but left for
+    `Operations.add_experts`."""
 
     gate_up: Sequence[Any]
     down: Sequence[Any]

@@ -44,7 +44,8 @@ def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 def experts(
     weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None, product: Product
 ) -> torch.Tensor:
-    """See `LinearMethod.apply_experts`. Sums are float32, in order of the experts' numbers."""
+    """Results of a mixture's experts (`LinearMethod.apply_experts`), in plain torch. Sums are float32, in order of the
+    experts' numbers."""
     count_rows(weights.counts, routing)
     top_k = routing.shape[1] // 2
     chosen, shares = routing[:, :top_k].long(), routing[:, top_k:]
@@ -73,7 +74,7 @@ def add_experts(
 
 
 def _added(parts: torch.Tensor, shares: torch.Tensor, *, weighs_input: bool) -> torch.Tensor:
-    """[T, top_k, size] -> [T, size]."""
+    """Weighted sum of experts' results: [T, top_k, size] -> [T, size]."""
     out = torch.zeros_like(parts[:, 0])
     for place in range(parts.shape[1]):
         part = parts[:, place]
@@ -96,7 +97,7 @@ def count_rows(counts: RowCounts | None, routing: torch.Tensor) -> None:
 
 
 def gated(gating: Gating, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[T, width] each -> [T, width]."""
+    """activation(gate) * up, as `gating` says: [T, width] each -> [T, width]."""
     if gating.limit is not None:
         gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit) + 1.0
     return ACTIVATIONS[gating.activation](gate) * up

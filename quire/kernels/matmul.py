@@ -16,7 +16,8 @@ def padded_rows(num_rows: int) -> int:
 
 
 def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x: [T, K], weight: [N, K], bias: [N] or None -> [T, N]. The bits of row t depend only on x[t]."""
+    """x W^T + b with the bits of row t from x[t] alone. x: [T, K], weight: [N, K], bias: [N] or None. Returns [T,
+    N]."""
     num_rows = x.shape[0]
     missing = padded_rows(num_rows) - num_rows
     if missing:
@@ -30,8 +31,8 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def row_head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x: [T, H * K], weight: [H, N, K] -> [T, H * N]: each head's columns times its matrix. The bits of row t depend
-    only on x[t]."""
+    """Each head's columns times its matrix, the bits of row t from x[t] alone. x: [T, H * K], weight: [H, N, K].
+    Returns [T, H * N]."""
     heads, width = weight.shape[:2]
     out = x.new_empty(x.shape[0], heads, width)
     for piece, rows in zip(out.split(ROWS), x.split(ROWS), strict=True):

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
 
 Value: TypeAlias = Union["torch.Tensor", "Buffer"]
-"""[T, width], or the placeholder of such a matrix."""
+"""Values of a model's rows: a tensor [T, width], or its placeholder while a program is recorded."""
 
 AnyValue: TypeAlias = Any
 """Value, Indices or ReadRows argument of an operation, in its back end's own kind, the same for all values of a
 model."""
 
 Indices: TypeAlias = Union["torch.Tensor", "RecordedIndices"]
-"""[T] int64, token ids or positions."""
+"""Token ids or positions, [T] int64, or their placeholder."""
 
 ReadRows: TypeAlias = Union["torch.Tensor", "RecordedRows"]
 """[R] int64, ascending: the rows of T whose hidden states are read."""

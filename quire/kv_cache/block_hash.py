@@ -1,11 +1,7 @@
-"""Chained content hashes of full blocks: equal hashes mean equal tokens from position 0 on, in the same tenant.
-
-h(-1) = SHA-256(root label, salt); h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32, extra keys of
-block i, each after its length as little-endian uint32). A block is a hash block (coordinator.py).
-
-Extra keys are other dependencies of the content: the adapter, or the image at a placeholder. SHA-256 makes wrong hits,
-and probes into other tenants' prompts, infeasible. Values are equal in every process.
-"""
+"""Chained content hashes of full blocks: equal hashes mean equal tokens from position 0 on, in the same tenant. h(-1) =
+SHA-256(root label, salt); h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32, extra keys of block i,
+each after its length as little-endian uint32). Extra keys are other dependencies of the content, such as the image at a
+placeholder. Values are equal in every process."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ NO_KEYS: Mapping[int, tuple[bytes, ...]] = MappingProxyType({})
 
 
 ROOT = -1
-"""Block whose keys are the root's."""
+"""Block index of keys that belong to the root of a hash chain."""
 
 
 def _written(keys: Sequence[bytes]) -> bytes:
@@ -35,7 +31,7 @@ class HashChain:
     __slots__ = ("_block_size", "_extra_keys", "hashes")
 
     def __init__(self, block_size: int, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> None:
-        """extra_keys: block index -> further dependencies of its content."""
+        """Chain for one sequence. extra_keys: block index -> further dependencies of its content."""
         self._block_size = block_size
         self._extra_keys = extra_keys
         root = hashlib.sha256(_ROOT_LABEL + salt.encode()).digest()

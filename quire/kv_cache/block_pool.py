@@ -33,7 +33,7 @@ class BlockPool:
 
     @property
     def num_allocatable(self) -> int:
-        """Number of free and evictable blocks."""
+        """Number of blocks that an allocation could take: free and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property

@@ -20,7 +20,7 @@ class BlockTable:
     def __init__(self, tables: list[list[int]], capacity: int, chain: HashChain | None) -> None:
         self.tables = tables
         self.capacity = capacity
-        """Tokens that every group has slots for."""
+        """Tokens that the blocks of every group have room for."""
         self.chain = chain
         self.first_held = [0] * len(tables)
         """First entry of each group's table that may differ from `NULL_BLOCK`."""

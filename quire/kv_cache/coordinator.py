@@ -1,9 +1,6 @@
-"""Agreement of a model's KV groups on prefix hits and block counts.
-
-Each group has its own block size. Content is hashed at their greatest common divisor, the *hash block*. A group whose
-blocks are s hash blocks long names its block i by the hash of hash block (i + 1) * s - 1, which covers all tokens up to
-there. A hit ends where every group has a full block, at a multiple of the sizes' least common multiple.
-"""
+"""Agreement of a model's KV groups on prefix hits and block counts. Content is hashed at the greatest common divisor of
+the groups' block sizes, the *hash block*. A group whose blocks are s hash blocks long names its block i by the hash of
+hash block (i + 1) * s - 1. A hit ends where every group has a full block."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from quire.kv_cache.managers import STATE_WINDOW, ChunkedManager, FullManager, S
 from quire.kv_cache.prefix_index import Findable, PrefixIndex
 
 UNLIMITED = 2**62
-"""Tokens of a sequence without any KV groups."""
+"""Length limit, in tokens, of a model without KV groups."""
 
 
 class GroupManager(Protocol):
@@ -25,7 +22,7 @@ class GroupManager(Protocol):
 
     block_size: int
     keeps_all: bool
-    """Sequence keeps every block until it ends."""
+    """True if a sequence keeps every block of this group until it ends."""
 
     def first_needed_block(self, position: int) -> int:
         """First logical block that queries from `position` on read; earlier ones can be released."""

@@ -13,7 +13,7 @@ from quire.kv_cache.prefix_index import PrefixIndex
 
 
 class Footprint(NamedTuple):
-    """Costs of swapping a request, in blocks."""
+    """Blocks that swapping a request would move."""
 
     num_blocks_out: int
     """Distinct blocks to copy to the host."""
@@ -37,8 +37,9 @@ class HostPool:
         strides: Sequence[int],
         host_indexes: Sequence[PrefixIndex] = (),
     ) -> None:
-        """indexes, strides: prefix indexes of the device, and hash blocks per block, for each KV group. host_indexes:
-        indexes of host blocks that no swapped sequence needs (connectors/offload.py)."""
+        """Pool of host blocks for swapped requests. indexes, strides: prefix indexes of the device, and hash blocks per
+        block, for each KV group. host_indexes: indexes of host blocks that no swapped sequence needs
+        (connectors/offload.py)."""
         self.blocks = BlockPool(num_blocks + 1, host_indexes)
         self._device = device
         self._indexes = tuple(indexes)

@@ -1,14 +1,8 @@
 """Layout of one pool for all layers (docs/kv-cache.md): layers of a kind form groups of equal size, and a block serves
-one group.
-
-A physical block is `layers_per_group` pages of equal bytes. Page j lies in tensor j, so layer number j of every group
-uses tensor j. Kinds with more or fewer bytes per token get blocks of fewer or more tokens, to fill their pages; a
-state's page is padded.
-
-Kernels use blocks of `block_size` tokens (the option), of which a page holds a whole number
-(quire/worker/block_tables.py). Where n ranks keep a part of a sequence's tokens each, a block has n times as many
-tokens, of which a rank's page has its own.
-"""
+one group. A physical block is `layers_per_group` pages of equal bytes; layer number j of every group uses tensor j.
+Kinds with more or fewer bytes per token get blocks of fewer or more tokens; a state's page is padded. Kernels use
+blocks of `block_size` tokens (the option), of which a page holds a whole number (quire/worker/block_tables.py). Where n
+ranks share a sequence's tokens, a block has n times as many tokens, of which a rank's page has its own."""
 
 from __future__ import annotations
 
@@ -107,13 +101,10 @@ def block_bytes(groups: Sequence[KVGroup], layers_per_group: int) -> int:
 def group_layers(
     specs: Sequence[LayerSpec], block_size: int, snapshot_interval: int = SNAPSHOT_INTERVAL
 ) -> tuple[tuple[KVGroup, ...], int]:
-    """Partition layers (by index) into groups of one kind and equal size; returns (groups, size).
-
-    block_size: groups get multiples of it; itself if all kinds have equal bytes per token, and as many times that as
-    ranks share the tokens. snapshot_interval: least number of tokens in a block of states. Their block size is the next
-    multiple of STATE_BORDER and of the other groups' block sizes. size: the greatest common divisor of the kinds' layer
-    counts if at least half of the smallest count, else the smallest count.
-    """
+    """Partition layers (by index) into groups of one kind and equal size; returns (groups, size). block_size: groups
+    get multiples of it. snapshot_interval: least number of tokens in a block of states, whose size is the next multiple
+    of STATE_BORDER and of the other groups' block sizes. size: the greatest common divisor of the kinds' layer counts
+    if at least half of the smallest count, else the smallest count."""
     if not specs:
         return (), 0
     kinds: dict[LayerSpec, list[int]] = {}

@@ -27,7 +27,8 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         make_connector: ConnectorFactory = no_connector,
     ) -> None:
-        """make_connector: makes the KV connector, which stores cached blocks outside the device."""
+        """Manager of one pool. make_connector: makes the KV connector, which stores cached blocks outside the
+        device."""
         self.groups = Coordinator(layout.groups)
         self.hash_block_size = self.groups.hash_block_size
         self.block_bytes = layout.block_bytes

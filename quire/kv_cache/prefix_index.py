@@ -65,7 +65,8 @@ class PendingBlocks:
     """hash -> sequence that computes the block (the first of several)."""
 
     def __init__(self, stride: int) -> None:
-        """stride: hash blocks of a pending block; every KV group has a full block at its end."""
+        """Index of full blocks that running sequences are about to commit. stride: hash blocks of a pending block;
+        every KV group has a full block at its end."""
         self._owners: dict[bytes, BlockTable] = {}
         self._stride = stride
 

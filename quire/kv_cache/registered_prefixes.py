@@ -19,7 +19,7 @@ class RegisteredPrefix:
         self.blocks = blocks
         self.num_tokens = num_tokens
         self.tail = tail
-        """Tokens after the last full block."""
+        """Tokens of the prefix after its last full block."""
 
 
 class RegisteredPrefixes:

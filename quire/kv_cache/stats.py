@@ -50,6 +50,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
     num_running: int = 0
+    num_running_in_background: int = 0
+    """Running lines of batches."""
     num_waiting: int = 0
     """Waiting requests, preempted ones included."""
     num_deferred: int = 0
@@ -158,7 +160,7 @@ def _add_up_counts(counts: Sequence[dict[int, list[int]]]) -> dict[int, list[int
 
 
 def carry_over(before: EngineStats | None, stats: EngineStats) -> EngineStats:
-    """Snapshot whose counters continue those of `before`, from an engine that has ended."""
+    """Snapshot of a new engine whose counters continue those of an ended one."""
     if before is None:
         return stats
     counters = (name for name in EngineStats.__struct_fields__ if name.endswith("_total"))

@@ -40,7 +40,7 @@ class AdapterStack:
     pieces: list[range] = field(default_factory=list)
     is_interleaved: bool = False
     stored: Any = None
-    """Data of the storage."""
+    """Matrices in the form of the storage's back end."""
 
     def columns(self, number: int) -> tuple[int, int]:
         """First column of a part in the product, and stride of its panels of PANEL columns."""
@@ -73,7 +73,7 @@ class AdapterStorage(Protocol):
         ...
 
     def clear(self, stack: AdapterStack, slot: int) -> None:
-        """Clear the slot."""
+        """Remove the matrices of a slot, before another adapter is loaded into it."""
         ...
 
     def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> Any:
@@ -81,13 +81,15 @@ class AdapterStorage(Protocol):
         ...
 
     def steps_so_far(self) -> Callable[[], None]:
-        """Returns a function that waits, in any thread, for the steps started so far."""
+        """Function that waits, in any thread, for the steps started so far. A load calls it before it writes a slot's
+        matrices."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """a: [rank, inputs]; b: [outputs, rank] per part; this rank's shares, any floating dtype."""
+    """Matrices of one adapter for one module, this rank's shares in any floating dtype. a: [rank, inputs]; b: [outputs,
+    rank] per part."""
 
     a: torch.Tensor
     b: Sequence[torch.Tensor]
@@ -191,7 +193,8 @@ class AdapterPlace:
     """Target of the A and B of one checkpoint matrix."""
 
     def __init__(self, stack: AdapterStack, piece: int, order: torch.Tensor | None = None) -> None:
-        """order: permutation from the checkpoint's rows to the layer's; None: the same order."""
+        """Target of an adapter's tensors in a layer's stack. order: permutation from the checkpoint's rows to the
+        layer's; None: the same order."""
         self.stack, self.piece, self._order = stack, piece, order
 
     @property

@@ -18,18 +18,13 @@ NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class ForwardBatch(NamedTuple):
-    """One step's T tokens, flat. Tensors, or placeholders while a model is recorded.
-
+    """One step's T tokens, flat, as every layer gets them. Tensors, or placeholders while a model is recorded.
     token_ids, slot_positions: [T]; the position determines the KV slot and the visible tokens. attention: planned step
-    of the back end. logits_rows: [R] distinct, ascending, tokens whose hidden states are read, the only ones that the
-    last layer computes after attention (None: all). states: pages of layers with recurrent state, or None. columns: [T]
-    each, the model's columns by name (quire/worker/columns.py). version: equal versions other than 0 mean the same
-    tensors at the same addresses.
-
-    Each combination of the other fields is recorded or captured separately, with version 0. hidden: [T, size], input of
-    the first layer in later stages and draft heads (None: embeddings). overlay: rows over embeddings, or None. taps:
-    layers whose results `forward` also returns.
-    """
+    of the back end. logits_rows: [R] distinct, ascending, tokens whose hidden states are read (None: all). states:
+    pages of layers with recurrent state, or None. columns: [T] each, by name (quire/worker/columns.py). version: equal
+    versions other than 0 mean the same tensors at the same addresses. hidden: [T, size], input of the first layer in
+    later stages and draft heads (None: embeddings). overlay: rows over embeddings, or None. taps: layers whose results
+    `forward` also returns. Each combination of the last three is recorded or captured separately."""
 
     token_ids: Indices
     slot_positions: Indices
@@ -45,7 +40,7 @@ class ForwardBatch(NamedTuple):
     def having(
         self, hidden: Value | None = None, overlay: Overlay[Any] | None = None, taps: tuple[int, ...] = ()
     ) -> ForwardBatch:
-        """Copy with these optional fields."""
+        """Copy of the batch with these records, for a stage, images or a draft head."""
         return self._replace(hidden=hidden, overlay=overlay, taps=taps, version=0)
 
     @property
@@ -60,7 +55,8 @@ class ForwardBatch(NamedTuple):
 
 
 class ForwardResult(NamedTuple, Generic[ValueT]):
-    """hidden: [R, output_size], of the read tokens. tapped: result of each tapped layer, [T, size]."""
+    """Result of a forward pass. hidden: [R, output_size], of the read tokens. tapped: result of each tapped layer, [T,
+    size]."""
 
     hidden: ValueT
     tapped: Mapping[int, ValueT] = NO_ROWS

@@ -20,18 +20,12 @@ from quire.quantization.interface import LinearMethod
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Context of every layer.
-
-    dtype, device: type and place of activations and norm weights. cache_dtype: dtype of keys and values, a key of
-    CACHE_DTYPE_BYTES. group: ranks that share each layer. operations: computes everything but linear maps and
-    attention. linear, vocabulary, positions: storage methods of linear layers, vocabulary matrices, and position
-    tables (and other unquantised matrices, such as routers). expert_counts: counters of the experts' rows, or None.
-    cache_scales: scales of an fp8 cache by layer, registered by layers with keys and values. adapters: model's
-    adapters, or None. stage: layers that this rank computes. expert_placement: distribution of whole experts over
-    ranks (None: each rank has a slice of every expert). balancer: moves experts between ranks (None: they stay where
-    they are). dealt_to: neighbouring ranks with the same key heads, each
-    of which keeps a part of a sequence's tokens.
-    """
+    """Context that every layer is built with. dtype, device: type and place of activations and norm weights.
+    cache_dtype: dtype of keys and values, a key of CACHE_DTYPE_BYTES. group: ranks that share each layer. operations:
+    computes everything but linear maps and attention. linear, vocabulary, positions: storage methods of linear layers,
+    vocabulary matrices, and position tables (and routers). expert_counts: counters of the experts' rows, or None.
+    cache_scales: scales of an fp8 cache by layer. adapters: model's adapters, or None. stage: layers that this rank
+    computes. expert_placement, balancer, dealt_to: see LoadConfig."""
 
     dtype: torch.dtype
     device: torch.device
@@ -57,10 +51,9 @@ class LayerContext:
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
     """Target of one checkpoint tensor. shape: the checkpoint's whole shape. load: copies this rank's share of such a
-    tensor (any dtype), or of a quantised one of `matrix_shape`; of a FileTensor it reads only that share. nbytes:
-    stored bytes of the share. dummy_mean, dummy_std: distribution of random weights. transposed: the checkpoint stores
-    [in, out]. turned: it may store [in, out] although `shape` is [out, in], unless square. adapter: target of the
-    matrix's adapters, or None."""
+    tensor (any dtype), or of a quantised one of `matrix_shape`. nbytes: stored bytes of the share. dummy_mean,
+    dummy_std: distribution of random weights. transposed: the checkpoint stores [in, out]. turned: it may store [in,
+    out] although `shape` is [out, in]. adapter: target of the matrix's adapters, or None."""
 
     shape: tuple[int, ...]
     load: LoadWeight

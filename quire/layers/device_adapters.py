@@ -15,7 +15,7 @@ from quire.layers.adapters import PANEL, AdapterStack, LowRank
 
 
 class Event(Protocol):
-    """Point in a stream."""
+    """Point in a stream of the device, which other streams or the host wait for."""
 
     def synchronize(self) -> None:
         """Wait on the host."""
@@ -23,7 +23,7 @@ class Event(Protocol):
 
 
 class LoadStreams(Protocol):
-    """Streams of the device."""
+    """Streams of the device on which adapters are copied beside steps."""
 
     @property
     def device(self) -> torch.device: ...

@@ -67,7 +67,7 @@ class VocabularyProjection:
         return self._table.shape.in_features
 
     def __call__(self, hidden: Value) -> Value:
-        """[R, size] -> [R, vocabulary], from `Operations.upcast_logits`."""
+        """Logits of hidden states: [R, size] -> [R, vocabulary], from `Operations.upcast_logits`."""
         table, group = self._table, self._table.context.group
         logits = table.method.apply(table.parameters, hidden)
         if group.size > 1:

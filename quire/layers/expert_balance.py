@@ -52,7 +52,7 @@ class BalancedExperts:
         return sum(tensor.nbytes for tensor in self._stored(0))
 
     def apply(self, move: Move) -> None:
-        """Move an expert, or two."""
+        """Move an expert's weights to another rank, or swap two."""
         here, there = (move.source, move.source_slot), (move.to, move.to_slot)
         given = self._broadcast(*here)
         if move.is_swap:
@@ -83,7 +83,7 @@ class BalancedExperts:
 
 
 class ExpertBalancer:
-    """Layers whose experts change their ranks, and when."""
+    """Layers whose experts change their ranks (`--enable-eplb`), and the steps at which they do."""
 
     def __init__(self, config: ExpertBalance) -> None:
         self._config = config

@@ -28,16 +28,16 @@ from quire.quantization.interface import LinearShape
 NORM_EPSILON = 1e-6
 """Epsilon of the norms over compressed vectors in every model."""
 EXPANDED_HEADS = 16
-"""Heads expanded together."""
+"""Heads whose latents are expanded together, a bound of scratch memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
     """Latent heads of a layer, over all ranks. rank: size of compressed keys and values. nope_dim, rope_dim: unrotated
     and rotated elements of a head's query. value_dim: size of a head's result. query_rank: size of compressed queries
-    (None: uncompressed). scale: factor of scores. bias: True if projections to and from the hidden size have biases,
-    except uncompressed queries. interleaved: the checkpoint stores rotated pairs side by side. expansion_apart: the
-    checkpoint has expansion matrices per head, transposed for keys (GGUF)."""
+    (None: uncompressed). scale: factor of scores. bias: projections have biases, except of uncompressed queries.
+    interleaved: the checkpoint stores rotated pairs side by side. expansion_apart: it has expansion matrices per head,
+    transposed for keys (GGUF)."""
 
     num_heads: int
     rank: int
@@ -114,7 +114,8 @@ class LatentAttention:
         step: AttentionStep,
         rows: ReadRows | None = None,
     ) -> Value:
-        """x, residual: [T, hidden_size] -> [T, hidden_size], or the read rows; the residual is overwritten."""
+        """Latent attention of a step: [T, hidden_size] -> [T, hidden_size], or the read rows; the residual is
+        overwritten."""
         operations = self._context.operations
         queries = x
         if self._compress_query is not None and self._query_norm is not None:
@@ -278,11 +279,11 @@ class ExpandedHeads:
         self.head_bytes = context.linear.stored_bytes((rows, rank))
 
     def load_keys(self, head: int, tensor: WeightSource) -> None:
-        """tensor: [nope_dim, rank]."""
+        """Load one head's matrix from latents to keys. tensor: [nope_dim, rank]."""
         self._load(head, 0, self._nope_dim, tensor)
 
     def load_values(self, head: int, tensor: WeightSource) -> None:
-        """tensor: [value_dim, rank]."""
+        """Load one head's matrix from latents to values. tensor: [value_dim, rank]."""
         self._load(head, self._nope_dim, self._value_dim, tensor)
 
     def _load(self, head: int, first: int, num_rows: int, tensor: WeightSource) -> None:

@@ -17,9 +17,8 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 class ColumnParallelLinear:
     """y = activation(x W^T + b) with outputs shared by the ranks. parts: output sizes of the fused matrices (query, key
-    and value; gate and up). num_shares: shares per part, by default one per rank; with fewer, neighbouring ranks hold
-    the same share. gated: two equal parts, y = activation(gate) * up. Raises ConfigError for parts that cannot be
-    shared equally."""
+    and value; gate and up). num_shares: shares per part; with fewer than ranks, neighbours hold the same share. gated:
+    two equal parts, y = activation(gate) * up. Raises ConfigError for parts that cannot be shared equally."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class AdaptedProduct:
             self._adapters.add_layer(stack, partial(self._linear.is_interleaved, parameters))
 
     def __call__(self, x: Value, residual: Value | None = None) -> Value:
-        """See `LinearMethod.apply`."""
+        """Product with what adapters add (`LinearMethod.apply`)."""
         slots = None if self._adapters is None else self._adapters.step
         if slots is None:
             return self._linear.apply(self._parameters, x, residual)

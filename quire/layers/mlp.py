@@ -22,7 +22,7 @@ class GatedMLP:
         return self._down(self._gate_up(x), residual)
 
     def slots(self, *, fused: bool = False) -> WeightSlots:
-        """fused: the checkpoint has one tensor gate_up_proj."""
+        """Checkpoint slots of the block. fused: the checkpoint has one tensor gate_up_proj."""
         gate_up = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
         return {**self._gate_up.slots(gate_up), **self._down.slots("down_proj")}
 
@@ -39,5 +39,5 @@ class MLP:
         return self._down(self._up(x), residual)
 
     def slots(self, up: str, down: str, *, transposed: bool = False) -> WeightSlots:
-        """up, down: checkpoint names; transposed: stored as [in, out]."""
+        """Checkpoint slots of the block. up, down: checkpoint names; transposed: stored as [in, out]."""
         return {**self._up.slots((up,), transposed=transposed), **self._down.slots(down, transposed=transposed)}

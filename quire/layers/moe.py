@@ -22,10 +22,10 @@ from quire.quantization.interface import LinearShape
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Checkpoint names of a mixture's tensors. router: module with the router's "weight" (and "bias"). gate, up, down:
-    matrices of an expert, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts instead, with
-    "_bias" after them for biases. transposed: fused matrices are [in, out]. turned: either way round, told by their
-    shape. interleaved: rows of fused gate and up alternate. correction: bias added to the router's scores only
-    to choose experts. shared, shared_gate: shared expert and its gate."""
+    matrices of an expert, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts instead.
+    transposed: fused matrices are [in, out]. turned: either way round, told by their shape. interleaved: rows of fused
+    gate and up alternate. correction: bias added to the router's scores only to choose experts. shared, shared_gate:
+    shared expert and its gate."""
 
     router: str = "gate"
     experts: str = "experts"
@@ -44,8 +44,9 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """size, intermediate: dimensions of an expert. bias, router_bias: True if experts and router have biases.
-    has_correction: the checkpoint has a bias for the choice. weighs_input: see ExpertWeights."""
+    """Sizes and kinds of a mixture's parts. size, intermediate: dimensions of an expert. bias, router_bias: True if
+    experts and router have biases. has_correction: the checkpoint has a bias for the choice. weighs_input: see
+    ExpertWeights."""
 
     size: int
     intermediate: int
@@ -173,7 +174,7 @@ class MixtureOfExperts:
         return slots
 
     def _load_part(self, expert: int, part: int | None, suffix: str, tensor: WeightSource) -> None:
-        """part: 0 for gate, 1 for up, None for down."""
+        """Load one matrix of an expert. part: 0 for gate, 1 for up, None for down."""
         load, place = self._context.linear.load_rows, self._places[expert]
         if part is not None:
             rows = tensor.narrow(0, self._start, self._local)
@@ -211,8 +212,6 @@ class MixtureOfExperts:
         load_one: Callable[[int, str, WeightTensor, bool], None],
         matrix: tuple[int, ...] = (),
     ) -> Callable[[WeightSource], None]:
-        """Loader of a tensor of all experts, one part at a time. matrix: expert's shape, [out, in]."""
-
         def load(tensor: WeightSource) -> None:
             for expert in self._places:
                 own = tensor.narrow(0, expert, 1)[0]

@@ -16,7 +16,7 @@ class RMSNorm:
     """x / rms(x) * weight, with statistics in float32."""
 
     offset = 0.0
-    """Term added to a checkpoint's weights."""
+    """Number added to a checkpoint's weights (Gemma: 1)."""
 
     def __init__(self, size: int, epsilon: float, context: LayerContext) -> None:
         weight = torch.empty(size, dtype=torch.float32 if self.offset else context.dtype, device=context.device)

@@ -66,11 +66,11 @@ class Operations(Protocol):
         ...
 
     def check_latent(self, shape: LatentShape) -> None:
-        """Raise ConfigError for unsupported latents."""
+        """Raise ConfigError for latents that this back end cannot attend to."""
         ...
 
     def check_index(self, shape: IndexShape) -> None:
-        """Raise ConfigError for an unsupported indexer."""
+        """Raise ConfigError for an indexer that this back end lacks."""
         ...
 
     def gather_rows(self, x: AnyValue, rows: AnyValue) -> Value:

@@ -63,7 +63,8 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        """vllm_config: engine's configuration (quire/config/engine.py). device: logits' device."""
+        """Processor of one sampling process. vllm_config: engine's configuration (quire/config/engine.py). device:
+        logits' device."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:

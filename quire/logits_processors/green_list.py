@@ -1,10 +1,8 @@
-"""Watermark by green lists, and its detector: a stateless logits processor. A secret key gives each token a part of
-the vocabulary, its green list. A watermarked request gets a bonus for the tokens of the preceding token's list. An
-unmarked text has green tokens by chance; `z_score` measures the distance from that (Kirchenbauer et al., 2023).
-
-Load it with `--logits-processors quire.logits_processors.green_list:GreenList`, or a subclass with its own key. A
-request with `watermark` (true, or the bonus) is marked.
-"""
+"""Watermark by green lists, and its detector: a stateless logits processor. A secret key gives each token a part of the
+vocabulary, its green list; a watermarked request gets a bonus for the tokens of the preceding token's list, and
+`z_score` measures how many there are beyond chance (Kirchenbauer et al., 2023). Load it with `--logits-processors
+quire.logits_processors.green_list:GreenList`, or a subclass with its own key. A request with `watermark` (true, or the
+bonus) is marked."""
 
 from __future__ import annotations
 

@@ -319,7 +319,6 @@ def torch_rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
 
 
 def _load_kernel(matrix: WeightSlot, tensor: WeightSource) -> None:
-    """Load a kernel [out, channels, maybe frames, rows, columns] as a matrix [out, in]."""
     whole = tensor.narrow(0, 0, tensor.shape[0])
     assert isinstance(whole, torch.Tensor), "a kernel is not quantised"
     matrix.load(whole.flatten(1))

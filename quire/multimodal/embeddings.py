@@ -45,10 +45,10 @@ _PERSISTENT = "persistent"
 def read_features(
     given: Mapping[str, Any], where: str, feature_size: int, merge_size: int, *, is_whole: bool
 ) -> ReadyImage:
-    """Image of these features. given: an object with `image_embeds`, [tokens, feature_size], and `image_grid_thw`,
-    three numbers of patches; each in base64, or an array or tensor of a program. where: path of the field, for errors.
-    merge_size: patches on a side of a token. is_whole: see ReadyImage. Raises UserError for another shape and for
-    values that are not finite."""
+    """Image of features that a client computed. given: an object with `image_embeds`, [tokens, feature_size], and
+    `image_grid_thw`, three numbers of patches; each in base64, or an array or tensor. where: path of the field, for
+    errors. merge_size: patches on a side of a token. is_whole: see ReadyImage. Raises UserError for another shape and
+    for values that are not finite."""
     if given.keys() != {EMBEDS, GRID}:
         raise UserError(f"{where}: an object with {EMBEDS} and {GRID} is needed", param=where)
     features, grid = (_array(given[name], f"{where}.{name}") for name in (EMBEDS, GRID))

@@ -10,7 +10,16 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import CONFIG_FILE
-from quire.config.media import OF_FILES, TEXT_DEFAULTS, Color, MediaConfig, ProcessorOptions
+from quire.config.media import (
+    OF_FILES,
+    TEXT_DEFAULTS,
+    Color,
+    MediaConfig,
+    ProcessorOptions,
+    VideoOptions,
+    background_of,
+    video_options_of,
+)
 from quire.config.vision import VIDEO_TOKENS, VISION_TOWERS, EncoderCosts, VisionConfig, read_vision
 from quire.errors import ConfigError, UserError
 from quire.multimodal.marks import Encoder, ImageMarks
@@ -34,12 +43,28 @@ MEDIA = ("multi_modal_data", "multi_modal_uuids")
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Image options of one request. background: None for the engine's. owner: client that the images' names belong
-    to."""
+    """Image and video options of one request. background, video: None for the engine's. owner: client that the images'
+    names belong to."""
 
     processor: ProcessorOptions = OF_FILES
     background: Color | None = None
     owner: str = ""
+    video: VideoOptions | None = None
+
+    @classmethod
+    def of(
+        cls,
+        mm_processor_kwargs: Mapping[str, Any] | None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
+        owner: str = "",
+    ) -> MediaOptions:
+        """Read vLLM's options of a call. Raises ConfigError for unknown names and wrong values."""
+        if not isinstance(mm_processor_kwargs, Mapping | None):
+            raise ConfigError("mm_processor_kwargs must be an object", param="mm_processor_kwargs")
+        others = dict(media_io_kwargs or {})
+        video = video_options_of(others.pop("video")) if "video" in others else None
+        asked = ProcessorOptions.of(mm_processor_kwargs or {})
+        return cls(asked, background_of(others) if others else None, owner, video)
 
 
 NO_OPTIONS = MediaOptions()
@@ -58,6 +83,15 @@ class VideoInputs:
 
     processor: AnyVideoProcessor
     marks: VideoMarks | VideoRuns
+
+    def processor_of(self, options: MediaOptions) -> AnyVideoProcessor:
+        """Processor for one request, whose frames cannot exceed the server's limit."""
+        found, most = self.processor, options.processor.max_pixels
+        if options.video is not None:
+            found = msgspec.structs.replace(found, fps=options.video.fps, num_frames=options.video.num_frames)
+        if most is not None and most < found.image.max_pixels:
+            found = msgspec.structs.replace(found, image=msgspec.structs.replace(found.image, max_pixels=most))
+        return found
 
 
 @dataclass(frozen=True)
@@ -119,7 +153,7 @@ class ImageInputs:
             image = fetch_image(image, picture.where, self.media, picture.limits)
         if picture.is_video:
             assert self.videos is not None, "check_numbers comes before"
-            return self.videos.processor.prepare(image, picture.where)
+            return self.videos.processor_of(options).prepare(image, picture.where)
         if isinstance(image, Mapping):
             return self._encoded(image, picture)
         return self.preparation(picture.detail, options).prepare(image, picture.where)
@@ -146,7 +180,7 @@ class ImageInputs:
         images = [each for each in media if isinstance(each, ReadyImage)]
         videos = [each for each in media if isinstance(each, ReadyVideo)]
         if self.videos is not None:
-            token_ids = self.videos.marks.written(token_ids, videos, where)
+            token_ids = self.videos.marks.written(token_ids, videos, VIDEOS if where == IMAGES else where)
         token_ids, placed = self._place(token_ids, images, where)
         parts = [] if self.videos is None else self.videos.marks.placed(token_ids, videos)
         return token_ids, sorted([*placed, *parts], key=lambda each: each.start)
@@ -263,7 +297,6 @@ def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
 
 
 def _media_in(data: object, key: str, kind: str) -> list[Any]:
-    """Entries for images or videos in an object of a prompt: a list of frames is one video."""
     if data is None:
         return []
     if not isinstance(data, Mapping):
@@ -283,7 +316,6 @@ def _media_in(data: object, key: str, kind: str) -> list[Any]:
 
 
 def _is_one_video(given: object) -> bool:
-    """True for frames, and for frames with metadata; False for a list of videos."""
     if isinstance(given, tuple):
         return len(given) == 2 and isinstance(given[1], Mapping)
     if not isinstance(given, list):

@@ -136,7 +136,6 @@ def _unknown_name(picture: Picture) -> UserError:
 
 
 def _copied(image: Any) -> tuple[Any, int]:
-    """Copy of a program's picture, and its size in bytes."""
     if hasattr(image, "getbands"):  # Pillow's
         return image.copy(), image.width * image.height * len(image.getbands())
     import numpy as np

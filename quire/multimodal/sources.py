@@ -50,10 +50,9 @@ VIDEO_LIMITS = ImageLimits(64 * 2**20, 2**23, fetch_seconds=20.0, kind="video")
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """Image or video of a message. where: path of its field, for errors. image: bytes of its file, URL other than a
-    data URL, or a program's image (see `ImageInputs.prepare`); None for the image sent before under the uuid. detail:
-    one of DETAILS. uuid: the client's name of the image. is_video: `image` is a video (see quire/multimodal/videos.py).
-    """
+    """Image or video of a message, before it is read. where: path of its field, for errors. image: bytes of its file,
+    URL other than a data URL, or a program's image; None for the image sent before under the uuid. detail: one of
+    DETAILS. uuid: the client's name of the image. is_video: `image` is a video (see quire/multimodal/videos.py)."""
 
     where: str
     image: Any

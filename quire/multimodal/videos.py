@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from quire.config.hf_json import Fields, read_optional_json
-from quire.config.media import VideoOptions
+from quire.config.media import MOST_FRAMES, VideoOptions
 from quire.errors import PromptTooLongError, UserError
 from quire.multimodal.decoding import Pixels, read_pixels
 from quire.multimodal.processors import LARGEST_RATIO, QwenProcessor, channels, content_key, resize
@@ -27,7 +27,6 @@ from quire.utils.extras import how_to_install
 
 USUAL_FPS = 24.0
 """Frames a second of a list of frames without metadata, as in Transformers."""
-MOST_FRAMES = 2**15
 MOST_SECONDS = 3600
 MOST_DECODED = 2**34
 """Largest number of pixels of all frames of a file."""

@@ -198,10 +198,10 @@ def copy_calls(reader: TextReader, output: Output, is_bare: bool = False) -> Ste
 
 @dataclass(frozen=True)
 class JsonFormat:
-    """Calls between markers. starts, ends: alternatives; an end may be missing. is_bare: a call at the beginning of the
-    output needs no marker. is_anywhere: nor does an object inside text that names a known tool. knows: markers also
-    enclose other text, so only known tools are called. name, arguments, identifier: keys that models write ("" for no
-    id); other known keys are read too. around: markers of content."""
+    """Format of JSON calls between markers. starts, ends: alternatives; an end may be missing. is_bare: a call at the
+    beginning of the output needs no marker. is_anywhere: nor does an object that names a known tool. knows: markers
+    also enclose other text, so only known tools are called. name, arguments, identifier: keys that models write ("" for
+    no id). around: markers of content."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...] = ()

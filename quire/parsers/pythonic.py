@@ -85,7 +85,6 @@ class PythonicFormat:
             yield from reader.take_if(self.end)
 
     def _call(self, reader: TextReader, output: Output) -> Steps[str | None]:
-        """Read one call; None, or the text read if it is not a call."""
         space = yield from reader.space()
         name = yield from reader.take_while(_NAME)
         if not name or (yield from reader.peek()) != "(" or not output.knows(name):

@@ -131,7 +131,6 @@ class ReasoningCounter:
                     self._is_open, self._num_inside = False, 0
 
     def _ending(self, marks: list[list[int]]) -> int:
-        """Length of the marker that ends at the last token, or 0."""
         last = self._tail[-1]
         for mark in marks:
             if mark[-1] == last and list(self._tail)[-len(mark) :] == mark:

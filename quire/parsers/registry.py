@@ -28,16 +28,10 @@ HARMONY, HARMONY_CALLS = "openai_gptoss", "openai"
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Format of a model family's calls.
-
-    markers: texts that may be special tokens.
-    breaks: beginnings of calls inside open reasoning.
-    held: returns the constraint of an answer with optional calls (quire/parsers/call_forms.py); None: calls need no
-        marker, or their arguments are not JSON.
-    channels: the same for a format with channels, with the given answer.
-    preamble: start of an answer in such a format.
-    around: markers around content, which are omitted.
-    """
+    """Format of a model family's calls. markers: texts that may be special tokens. breaks: beginnings of calls inside
+    open reasoning. held: returns the constraint of an answer with optional calls (quire/parsers/call_forms.py); None:
+    calls need no marker, or their arguments are not JSON. channels: the same for a format with channels. preamble:
+    start of an answer in such a format. around: markers around content, which are omitted."""
 
     parse: Callable[[TextReader, Output], Steps[None]]
     markers: tuple[str, ...]

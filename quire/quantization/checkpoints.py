@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from quire.config.quantization import QuantizationConfig
-from quire.quantization.awq import awq_format
 from quire.quantization.compressed_tensors import compressed_tensors_format
 from quire.quantization.float_checkpoints import float8_format, mxfp4_format, nvfp4_format
-from quire.quantization.gptq import gptq_format
+from quire.quantization.gptq import awq_format, gptq_format
 from quire.quantization.integer_weight import WeightTensor
 from quire.quantization.parts import assemble
 

@@ -18,8 +18,8 @@ EIGHT_BITS = 8
 class WeightFormat:
     """Quantisation at load time. bits: 0 keeps floating point in `dtype`; 8 and 4 quantise in groups of at most
     `group_size` input features (None: one group per row), to integers, or with small_floats to FP8 and MXFP4.
-    rounded_activations: round activations to 8 bits per row and multiply integer weights as integers. activation_bits:
-    see ModelConfig. A checkpoint's quantised matrices are kept whatever `bits` is."""
+    rounded_activations: round activations to 8 bits per row and multiply integers. activation_bits: see ModelConfig. A
+    checkpoint's quantised matrices are kept."""
 
     dtype: str
     bits: int = 0

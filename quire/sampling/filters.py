@@ -37,7 +37,6 @@ def lowest_kept(
 
 
 def _lowest_ranked(weights: np.ndarray, totals: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> np.ndarray:
-    """[R], smallest weight of each row that top-k and then top-p keep."""
     vocab_size = weights.shape[1]
     has_top_k = top_k > 0
     width = int(np.where(has_top_k, top_k, FIRST_LOOK).max())

@@ -1,9 +1,7 @@
-"""Lists of tokens for each row: logit bias, stop tokens, banned sequences, allowed tokens.
-
-All lists lie in one array of 32-bit words for every platform's kernels. A header has `HEADER_WORDS` words per row:
-start and number of entries for each kind of list. Entries follow: bias (token, bits of the float32), stop and allowed
-tokens (token), banned sequences (last token, length of the prefix, start of the prefix).
-"""
+"""Lists of tokens for each row: logit bias, stop tokens, banned sequences, allowed tokens, in one array of 32-bit words
+for every platform's kernels. A header has `HEADER_WORDS` words per row: start and number of entries for each kind.
+Entries: bias (token, bits of the float32), stop and allowed tokens (token), banned sequences (last token, length and
+start of the prefix)."""
 
 from __future__ import annotations
 
@@ -161,7 +159,6 @@ def _bias_words(bias: Mapping[int, float]) -> np.ndarray:
 
 
 def _banned_words(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """Words of a list of banned sequences: their number, an entry for each, their prefixes."""
     entries: list[int] = []
     prefixes: list[int] = []
     for sequence in sequences:

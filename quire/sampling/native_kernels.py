@@ -70,7 +70,6 @@ class NativeKernels(PlainKernels):
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, Ranking]]) -> Ranking:
-    """One Ranking from several. parts: (indices of its rows in the result, Ranking)."""
     places = np.concatenate([place for place, _ in parts])
     width = max(ranking.best.token_ids.shape[1] for _, ranking in parts)
     best = [[np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in ranking.best] for _, ranking in parts]

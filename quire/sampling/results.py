@@ -29,9 +29,9 @@ class Best(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """One token of each of N rows: token_ids, logprobs, ranks (1 is the best), [N] each. is_sound: [N] bool; False for
-    a row with NaN or plus infinity, or an impossible token, whose other values are not valid. best: best tokens with
-    their log-probabilities, at least as many as any row wants."""
+    """Best tokens of N rows, and one chosen token of each: token_ids, logprobs, ranks (1 is the best), [N] each.
+    is_sound: [N] bool; False for a row with NaN or plus infinity, or an impossible token, whose other values are not
+    valid. best: best tokens with their log-probabilities, at least as many as any row wants."""
 
     is_sound: np.ndarray
     token_ids: np.ndarray

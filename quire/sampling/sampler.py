@@ -26,12 +26,10 @@ class Sampler(Generic[Array]):
         self._kernels: SamplingKernels[Array] = kernels
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch[Array], masks: TokenMasks | None = None) -> Samples:
-        """Sample a token for each row, and write it after the row's last one in the token table.
-
-        logits: [R, vocab_size], where the kernels compute, contiguous rows; may be overwritten. float32 on the host;
-        bfloat16, float16 or float32 on a device. masks: allowed tokens of some rows. A row with NaN or plus infinity,
-        or without any finite logit, is reported as nonfinite; other rows get the tokens that they would get alone.
-        """
+        """Sample a token for each row, and write it after the row's last one in the token table. logits: [R,
+        vocab_size], where the kernels compute, contiguous rows; may be overwritten. float32 on the host; bfloat16,
+        float16 or float32 on a device. masks: allowed tokens of some rows. A row with NaN or plus infinity, or without
+        any finite logit, is reported as nonfinite."""
         rows, kernels, where = self._rows, self._kernels, batch.rows_host
         used = rows.used(where) | (0 if masks is None else Feature.TOKEN_MASK)
         logprobs = rows.asked(where, Feature.LOGPROBS, rows.num_logprobs) if used & Feature.LOGPROBS else None

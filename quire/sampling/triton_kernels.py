@@ -176,13 +176,11 @@ class TritonKernels:
         return result
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        """Enqueue a copy of integers that fit into 32 bits; returns int32."""
         host = self._pinned(values.shape, torch.int32)
         host.numpy()[...] = values
         return host.to(self._words.device, non_blocking=True)
 
     def _list_words(self) -> torch.Tensor:
-        """Words of the rows' lists; changed ones are copied to a new tensor."""
         words = self._rows.lists.words()
         source, tensor = self._lists
         if source is not words:
@@ -196,7 +194,6 @@ def _histories(batch: DeviceBatch) -> Histories:
 
 
 def _read_choice(hosts: Iterator[torch.Tensor]) -> list[int]:
-    """Tokens from [R, 2] int32: each row's token, and 1 if its scores are sound."""
     return [token_id if is_sound else -1 for token_id, is_sound in next(hosts).tolist()]
 
 

@@ -67,21 +67,23 @@ class Admitter:
         self._gates.forget(request)
 
     def plan_preemption(self, now: float) -> PreemptionPlan:
-        """Plan which running requests the first waiting one preempts (preemption.py). Begins each pass."""
+        """Plan which running requests the first waiting one, or one behind deferred ones, preempts (preemption.py).
+        Begins each pass."""
         self._quoted = None
         self._hashing.begin_pass(is_idle=not self._running.sequences)
-        request = self._waiting.first
-        if request is None or self._is_held(request) or is_deferred(request, now):
+        reserved = Reservations()
+        request = self._first_ready(reserved, now)
+        if request is None:
             return NO_PREEMPTION
         if not comes_before_running(request, self._running.sequences):
             return NO_PREEMPTION
         if self._hashing.defer(request):
             return NO_PREEMPTION
-        needs = quote(request, self._kv, self._limits.max_chunk)
+        needs = quote(request, self._kv, self._limits.max_chunk, reserved.num_blocks)
         self._quoted = request, needs
         if self._gates.check((GateStage.LOOK_UP,), request, needs, now) is not None:
             return NO_PREEMPTION
-        preemption = plan_preemption(request, needs, self._running, self._kv, self._limits)
+        preemption = plan_preemption(request, needs, self._running, self._kv, self._limits, reserved)
         if preemption.victims and self._gates.defer((GateStage.BEGIN,), request, needs, now):
             return NO_PREEMPTION
         if preemption.victims:
@@ -89,6 +91,24 @@ class Admitter:
         if preemption.num_tokens or preemption.victims:
             self._rejected = None  # it fits now
         return preemption
+
+    def _first_ready(self, reserved: Reservations, now: float) -> Request | None:
+        """The first waiting request, if it may start. While background requests run, the first that may start behind
+        deferred live ones, whose needs are reserved."""
+        first, running = self._waiting.first, self._running.sequences
+        if first is None or not (self._is_held(first) or is_deferred(first, now)):
+            return first
+        if not running or not running[-1].request.is_background:
+            return None
+        for request in self._waiting:
+            if request.is_background or reserved.has_preempted:
+                return None
+            if self._is_held(request):
+                continue
+            if not is_deferred(request, now):
+                return request
+            reserved.reserve(request)
+        return None
 
     def admit(self, builder: PlanBuilder, now: float) -> None:
         """Start waiting requests in order while token budget, request slots and blocks allow; stop at the first that

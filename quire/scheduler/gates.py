@@ -1,13 +1,9 @@
-"""Gates: the reasons why a waiting request may not start yet.
-
-A gate lets a request pass or defers it (`Request.deferral`). The scheduler asks the gates of `default_gates` in order,
-in three stages (`GateStage`).
-
-A deferred request keeps its place. Later requests may start before it but take neither its blocks nor its part of the
-step's budget (`Reservations`), and its request slots only if it waits for something outside the engine. No later
-request starts while a preempted request is deferred. Running requests are not preempted for a deferred one. An abort, a
-time limit, a start and the deferral's deadline end it.
-"""
+"""Gates: the reasons why a waiting request may not start yet. A gate lets a request pass or defers it
+(`Request.deferral`). The scheduler asks the gates of `default_gates` in order, in three stages (`GateStage`). A
+deferred request keeps its place: later requests may start before it but take neither its blocks nor its part of the
+step's budget (`Reservations`), and its request slots only if it waits for something outside the engine. Running
+requests are not preempted for it, and no later request starts while a preempted one is deferred. An abort, a time
+limit, a start and the deferral's deadline end it."""
 
 from __future__ import annotations
 
@@ -141,11 +137,9 @@ def _has_matchers(request: Request) -> bool:
 
 
 class PendingPrefixGate:
-    """Defers all but one of the requests that arrive together with the same new prefix; one computes it
+    """Defers all but one of the requests that arrive together with the same new prefix
     (docs/decisions/0004-scheduling.md). The request waits until one live sequence (the leader) has committed a number
-    of blocks; if it ends first, the first deferred request computes the rest. A deferral never leaves a step empty, and
-    a request may be deferred again for further shared blocks.
-    """
+    of blocks; if it ends first, the first deferred request computes the rest. A deferral never leaves a step empty."""
 
     reason = PENDING_PREFIX
     stage = GateStage.LOOK_UP

@@ -92,7 +92,6 @@ def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int
 
 
 def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
-    """Position at which each sequence and forked child of the plans began to compute."""
     starts: dict[Sequence, int] = {}
     parents: dict[Sequence, Sequence] = {}
     for flight in flights:

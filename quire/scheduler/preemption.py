@@ -1,7 +1,8 @@
 """Preemption: release of running requests' KV blocks (docs/preemption.md), and the choice of victims for an earlier
 waiting request.
 
-A request that comes first in `Request.order_key` may preempt requests of a worse priority, if
+A request that comes first in `Request.order_key`, or behind deferred ones while background requests run, may preempt
+requests of a worse priority, if
 
 - the victims come after it in the order and have a worse priority (equal priorities never preempt each other);
 - it lacks request slots or blocks, and the preemption frees enough of both;
@@ -20,6 +21,7 @@ from quire.decoding.sequence import OrderKey, Request, Sequence
 from quire.kv_cache.host_pool import Footprint
 from quire.kv_cache.manager import KVCacheManager
 from quire.scheduler.admission import Limits, Quote, has_room
+from quire.scheduler.gates import Reservations
 from quire.scheduler.running import RunningSet
 
 
@@ -125,6 +127,8 @@ class PreemptionPlan(NamedTuple):
     """Running requests to preempt, the last in order first."""
     num_tokens: int
     """Tokens of the step that running sequences behind the request leave to it."""
+    order_key: OrderKey | None = None
+    """The request's place in the order."""
 
 
 NO_PREEMPTION = PreemptionPlan([], 0)
@@ -138,9 +142,10 @@ def comes_before_running(request: Request, running: list[Sequence]) -> bool:
 
 
 def plan_preemption(
-    request: Request, needs: Quote, running_set: RunningSet, kv: KVCacheManager, limits: Limits
+    request: Request, needs: Quote, running_set: RunningSet, kv: KVCacheManager, limits: Limits, reserved: Reservations
 ) -> PreemptionPlan:
-    """Plan the start of a waiting request that `comes_before_running`; `NO_PREEMPTION` if impossible."""
+    """Plan the start of a waiting request that `comes_before_running`; `NO_PREEMPTION` if impossible. reserved:
+    needs of the deferred requests before it."""
     running = running_set.sequences
     if needs.is_resumed:
         kept = kv.host.reused_blocks(request.swapped_blocks)
@@ -148,14 +153,14 @@ def plan_preemption(
         leader = request.live_sequences[0]
         kept = kv.hit_blocks(leader.chain, needs.num_cached_tokens, leader.token_ids)
     candidates = _candidates(request, running)
-    num_slots = running_set.num_slots + needs.num_slots
+    num_slots = running_set.num_slots + reserved.num_slots + needs.num_slots
 
     def fits(num_victims: int) -> bool:
         given_up = [s for victim in candidates[:num_victims] for s in victim.live_sequences]
         blocks = [s.blocks for s in given_up if s.blocks is not None]
         if num_slots - len(given_up) > limits.max_num_seqs:
             return False
-        room = kv.pool.num_allocatable + kv.num_freed_by(blocks, kept)
+        room = kv.pool.num_allocatable - reserved.num_blocks + kv.num_freed_by(blocks, kept)
         return has_room(needs.num_blocks, room, kv, is_alone=len(blocks) == len(running))
 
     num_victims = bisect.bisect_left(range(len(candidates) + 1), True, key=fits)
@@ -163,9 +168,12 @@ def plan_preemption(
         return NO_PREEMPTION
     victims = candidates[:num_victims]
     others = [sequence for sequence in running if sequence.request not in victims]
-    if _num_tokens_before(others, request.order_key, limits.max_chunk) >= limits.max_num_tokens:
+    num_left = limits.max_num_tokens - _num_tokens_before(others, request.order_key, limits.max_chunk)
+    num_tokens = min(needs.num_new_tokens, limits.max_chunk)
+    num_needed = max(1, needs.num_new_tokens if reserved else 1)  # behind a deferred request a prompt starts whole
+    if num_needed > min(num_left, limits.max_chunk):
         return NO_PREEMPTION
-    return PreemptionPlan(victims, min(needs.num_new_tokens, limits.max_chunk))
+    return PreemptionPlan(victims, num_tokens, request.order_key)
 
 
 def _candidates(request: Request, running: list[Sequence]) -> list[Request]:

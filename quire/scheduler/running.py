@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from typing import NamedTuple
 
 from quire.decoding.beam import BeamSearch
@@ -26,6 +27,12 @@ class RunningSet:
     def num_slots(self) -> int:
         """Number of taken and reserved request slots."""
         return len(self.sequences) + self.num_reserved
+
+    @property
+    def num_in_background(self) -> int:
+        """Number of background requests, which come last."""
+        last = itertools.takewhile(lambda request: request.is_background, (s.request for s in reversed(self.sequences)))
+        return len(dict.fromkeys(last))
 
     def enter(self, request: Request, sequences: list[Sequence]) -> None:
         """Run `sequences` of a request; the others fork from the first of them at the end of the prompt."""

@@ -1,9 +1,6 @@
-"""Scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache).
-
-There are no prefill and decode phases. A step schedules a sequence's tokens until `num_computed_tokens` equals its
-known tokens plus those that plans in flight will sample; chunked prefill, prefix hits and recomputation after a
-preemption are then the same.
-"""
+"""Scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache). There are no prefill and
+decode phases: a step schedules a sequence's tokens until `num_computed_tokens` equals its known tokens plus those that
+plans in flight will sample."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ from quire.scheduler.invariants import check_requests
 from quire.scheduler.kv_usage import count_copies, describe_kv, first_stats
 from quire.scheduler.matching import Matching
 from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
-from quire.scheduler.preemption import PreemptionCosts, choice
+from quire.scheduler.preemption import NO_PREEMPTION, PreemptionCosts, PreemptionPlan, choice
 from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.reporting import attach_prompt_logprobs, report_times_early
 from quire.scheduler.running import Collections, RunningSet
@@ -154,12 +151,12 @@ class Scheduler:
         builder = PlanBuilder(next(self._step_ids), self._limits.max_num_tokens)
         self.kv.transfer_blocks.begin_pass()
         if self._waiting.first is None:
-            self._schedule_running(builder, 0)
+            self._schedule_running(builder, NO_PREEMPTION)
         else:
             preemption = self._admitter.plan_preemption(now)
             for victim in dict.fromkeys((*self._adapters.take_victims(), *preemption.victims)):
                 self._admitter.preempt(builder, victim)
-            if not self._schedule_running(builder, preemption.num_tokens):
+            if not self._schedule_running(builder, preemption):
                 self._admitter.admit(builder, now)
         return self._finish_plan(builder)
 
@@ -314,14 +311,15 @@ class Scheduler:
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
-    def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:
-        """Schedule tokens for the running sequences in order; True after a preemption. num_reserved: tokens kept for
-        the first waiting request by running sequences behind it in the order."""
+    def _schedule_running(self, builder: PlanBuilder, preemption: PreemptionPlan) -> bool:
+        """Schedule tokens for the running sequences in order; True after a preemption. Sequences behind the waiting
+        request that `preemption` is for leave it its tokens."""
         running = self._running.sequences
         index = builder.place_steady(running, 0)
         if index == len(running):  # in most steps
             return False
-        first_waiting = self._waiting.first if num_reserved else None
+        num_reserved = preemption.num_tokens
+        waiting_key = preemption.order_key if num_reserved else None
         kv, max_chunk, drafter, placed, preempted = self.kv, self._max_chunk, self._drafter, builder.sequences, False
         while index < len(running):
             sequence = running[index]
@@ -345,7 +343,7 @@ class Scheduler:
             if num_tokens > 1:
                 # Each later sequence keeps at least one token of the budget, so a long prompt starves none.
                 num_free = builder.budget - (len(running) - index)
-                if first_waiting is not None and first_waiting.order_key < sequence.request.order_key:
+                if waiting_key is not None and waiting_key < sequence.request.order_key:
                     num_free = max(1, num_free - num_reserved)
                 num_tokens = min(num_tokens, max_chunk, num_free)
                 if request.fork_position is not None:
@@ -401,6 +399,7 @@ class Scheduler:
         self._adapters.report_stats(stats, self._waiting)
         self._images.report_stats(stats)
         stats.num_running = len(self._requests) - stats.num_waiting
+        stats.num_running_in_background = self._running.num_in_background
         return copy.copy(stats)
 
     def current_load(self) -> Load:

@@ -48,6 +48,8 @@ class RequestView(msgspec.Struct):
     """Time since its arrival."""
     tokens_per_second: float = 0.0
     """Generated tokens of all sequences a second since its first step."""
+    is_background: bool = False
+    """A line of a batch: aborted, it is asked again."""
 
 
 class KVSnapshot(msgspec.Struct):
@@ -104,6 +106,7 @@ def _view_request(request: Request, kv: KVCacheManager, now: float) -> RequestVi
         waits_for_prefix=request.deferral is not None and request.deferral.reason == PENDING_PREFIX,
         seconds=round(max(0.0, now - request.arrival_time), 1),
         tokens_per_second=round(num_generated / ran, 1) if ran > 0 else 0.0,
+        is_background=request.is_background,
         sequences=[_view_sequence(sequence, kv) for sequence in request.live_sequences],
     )
 

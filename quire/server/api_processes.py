@@ -205,7 +205,6 @@ class _Parent:
         return failure
 
     async def _until(self, is_so: Callable[[], bool], *, seconds: float | None = None) -> bool:
-        """Wait until the condition holds or `seconds` have passed; return True if it holds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not is_so():
@@ -273,12 +272,10 @@ class _Parent:
         self._changed.set()
 
     def _note_stats(self, steps: StepTokens, stats: EngineStats) -> None:
-        """Keep the engine's snapshot. Runs on the engine's threads."""
         self._stats = stats
         steps.record(stats)
 
     def _note_change(self) -> None:
-        """Wake the event loop: the engine is ready or has ended. Runs on the engine's threads."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed already
                 self._loop.call_soon_threadsafe(self._changed.set)
@@ -311,7 +308,6 @@ class _Parent:
             self._loop.remove_reader(self._accepting)
 
     def _hand_over(self) -> None:
-        """Give each waiting connection to the process with the fewest open connections."""
         packet = [msgspec.msgpack.encode(Connection())]
         while self._waiting:
             for process in self._by_load():

@@ -141,7 +141,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_metrics_route(app, context)
     add_live_routes(app, context)
     add_admin_routes(app, context, has_admin_keys=keys.has_admin_keys)
-    add_file_routes(app, context, keys, common.numbers)
+    add_file_routes(app, context, keys)
     add_doors(app, context)
     add_home_routes(app, has_docs=not settings.disable_fastapi_docs, is_ollama=OLLAMA in settings.doors)
     if not settings.disable_fastapi_docs:

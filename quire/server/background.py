@@ -200,7 +200,6 @@ class BackgroundResponses:
         keeping.add_done_callback(self._keeping.discard)
 
     async def _keep(self, owner: str, response_id: str, response: BackgroundResponse) -> None:
-        """Store a response, then stop counting it as running."""
         try:
             await self._store.keep_finished(owner, response_id, response.stored())
         finally:

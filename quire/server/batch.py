@@ -8,7 +8,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -24,6 +24,9 @@ MALFORMED = "malformed_batch_line"
 DUPLICATE = "duplicate_custom_id"
 NO_JSON = "answer_is_not_json"
 """Error code for a line whose answer, such as raw bytes, does not fit into a result."""
+LARGE_BYTES = 2**20
+"""Length from which a line is read on another thread than the loop's."""
+_HEADERS = {"Content-Type": "application/json"}
 _HOST = "http://localhost"
 
 
@@ -33,6 +36,14 @@ def _is_streamed_by_default(operation: Operation) -> bool:
 
 
 _STREAMED = {path for (_, path), operation in OPERATIONS.items() if _is_streamed_by_default(operation)}
+
+
+class _Asked(NamedTuple):
+    """Request of a line. content: its body as JSON."""
+
+    custom_id: str
+    url: str
+    content: bytes
 
 
 class InvalidLineError(Exception):
@@ -112,7 +123,8 @@ async def run_batch(
                     while running and is_full(line):
                         await finish_first()
                     num_bytes += len(line)
-                    running.append((asyncio.ensure_future(_answer(client, line, seen, pace)), len(line)))
+                    asked = await _read(line)
+                    running.append((asyncio.ensure_future(_answer(client, asked, seen, pace)), len(line)))
             while running:
                 await finish_first()
         finally:
@@ -143,23 +155,33 @@ def read_line(line: bytes) -> BatchLine:
     return request
 
 
-async def _answer(client: httpx.AsyncClient, line: bytes, custom_ids: set[str], pace: Pace) -> BatchResult:
-    result_id = f"batch_req_{uuid.uuid4().hex}"
+async def _read(line: bytes) -> _Asked | InvalidLineError:
+    return await asyncio.to_thread(_take_line, line) if len(line) > LARGE_BYTES else _take_line(line)
+
+
+def _take_line(line: bytes) -> _Asked | InvalidLineError:
     try:
-        invalid, custom_id = None, None
         request = read_line(line)
-        custom_id = request.custom_id
     except InvalidLineError as error:
-        invalid, custom_id = error, error.custom_id
-    is_request = invalid is None or invalid.code != MALFORMED
+        return error
+    if request.url in _STREAMED:
+        request.body.setdefault("stream", msgspec.Raw(b"false"))
+    return _Asked(request.custom_id, request.url, msgspec.json.encode(request.body))
+
+
+async def _answer(
+    client: httpx.AsyncClient, asked: _Asked | InvalidLineError, custom_ids: set[str], pace: Pace
+) -> BatchResult:
+    result_id, custom_id = f"batch_req_{uuid.uuid4().hex}", asked.custom_id
+    is_request = isinstance(asked, _Asked) or asked.code != MALFORMED
     if is_request and custom_id is not None:
         if custom_id in custom_ids:
             message = f"an earlier line has the custom_id {custom_id!r:.100}"
             return BatchResult(result_id, custom_id, None, _error(message, DUPLICATE))
         custom_ids.add(custom_id)
-    if invalid is not None:
-        return BatchResult(result_id, custom_id, None, _error(invalid.message, invalid.code))
-    answer = await _ask(client, request, pace)
+    if isinstance(asked, InvalidLineError):
+        return BatchResult(result_id, custom_id, None, _error(asked.message, asked.code))
+    answer = await _ask(client, asked, pace)
     response = BatchResponse(answer.status_code, answer.headers.get("x-request-id", result_id))
     if answer.status_code == httpx.codes.OK:
         if (body := _json_line(answer.content)) is None:
@@ -178,7 +200,6 @@ def _error_in(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _json_line(content: bytes) -> bytes | None:
-    """The content as JSON on one line; None: it is not one JSON value."""
     try:
         msgspec.json.decode(content, type=msgspec.Raw)
         return msgspec.json.format(content, indent=-1) if b"\n" in content else content
@@ -186,14 +207,13 @@ def _json_line(content: bytes) -> bytes | None:
         return None
 
 
-async def _ask(client: httpx.AsyncClient, request: BatchLine, pace: Pace) -> httpx.Response:
+async def _ask(client: httpx.AsyncClient, request: _Asked, pace: Pace) -> httpx.Response:
     """Send the request until its answer stands."""
-    if request.url in _STREAMED:
-        request.body.setdefault("stream", msgspec.Raw(b"false"))
-    content = msgspec.json.encode(request.body)
     while True:
         async with pace.places or contextlib.nullcontext():
-            answer = await client.post(request.url, content=content, headers={"Content-Type": "application/json"})
+            answer = await client.post(
+                request.url, content=request.content, headers={"Content-Type": "application/json"}
+            )
         seconds = pace.retry_after(answer)
         if seconds is None:
             return answer

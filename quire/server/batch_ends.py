@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -28,14 +28,15 @@ class _Outcome(msgspec.Struct):
     error: object = None
 
 
-def undone(source: Path, answered: list[AnsweredLine], outcome: str) -> Iterator[bytes]:
-    """Error of each line without a result."""
+def undone(batch_id: str, source: Path, answered: list[AnsweredLine], outcome: str) -> Iterator[bytes]:
+    """Error of each line without a result, the same at each call."""
     code, message = _REASONS[outcome]
     with source.open("rb") as file:
-        for line in unanswered(file, answered):
+        for number, line in enumerate(unanswered(file, answered)):
             if line.strip():
                 error = {"code": code, "message": message}
-                result = BatchResult(f"batch_req_{uuid.uuid4().hex}", custom_id_of(line), None, error)
+                digest = hashlib.blake2b(f"{batch_id} {number}".encode(), digest_size=16).hexdigest()
+                result = BatchResult(f"batch_req_{digest}", custom_id_of(line), None, error)
                 yield msgspec.json.encode(result) + b"\n"
 
 

@@ -1,8 +1,6 @@
-"""Runner of batches: checks their input, answers their lines in the background, and writes their files.
-
-One API process runs all batches; it holds `runner.lock`, which another one gets when it dies. The state on disk alone
-says what is left to do, so a runner that dies loses and repeats nothing.
-"""
+"""Runner of batches: checks their input, answers their lines in the background, and writes their files. One API process
+runs all batches; it holds `runner.lock`, which another gets when it dies. The state on disk alone says what is left to
+do."""
 
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ from quire.server.batch_store import Batches, StoredBatch, open_batches
 from quire.server.file_store import ANYONE, FileStore, held
 from quire.server.keys import Client, KeyRing
 from quire.server.request_share import share_of
-from quire.utils.shared_numbers import Numbers
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
@@ -39,6 +36,8 @@ POLL_SECONDS = 0.5
 SWEEP_SECONDS = 60.0
 DISK_SECONDS = 10.0
 """Pause of a batch after an error of the disk."""
+PROBE_BYTES = 256 * 1024
+"""Bytes that the disk must take before lines are answered."""
 MAX_LINE_BYTES_AT_ONCE = 64 * 2**20
 """Bytes of lines that are being answered, of one batch."""
 MOST_RETRY_SECONDS = 30.0
@@ -49,21 +48,13 @@ _RETRIED = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 
 
 class BatchRunner:
-    def __init__(self, app: FastAPI, context: ServerContext, store: FileStore, keys: KeyRing, numbers: Numbers) -> None:
-        """numbers: counters of all API processes."""
+    def __init__(self, app: FastAPI, context: ServerContext, store: FileStore, keys: KeyRing) -> None:
         self._app, self._context, self._store, self._keys = app, context, store, keys
-        cells = numbers.allocate(1)
-        cells.own[0] = 0.0  # of an earlier process in this slot
-        self._cells = cells
         self._places = asyncio.Semaphore(share_of(context.engine.max_num_seqs))
         self._task: asyncio.Task[None] | None = None
         self._running: dict[str, tuple[str | None, asyncio.Task[None]]] = {}
         """Batch id -> owner and task. None: the batch is only ended, beside another one of its owner."""
         self._news = asyncio.Event()
-
-    def num_lines(self) -> int:
-        """Lines that all API processes are answering."""
-        return int(self._cells.total(0))
 
     def start(self) -> None:
         self._task = asyncio.ensure_future(self._run())
@@ -77,7 +68,6 @@ class BatchRunner:
         self._news.set()
 
     async def _run(self) -> None:
-        """Wait until no other process runs batches; then run them."""
         path = self._store.directory / "runner.lock"
         while True:
             try:
@@ -181,11 +171,7 @@ class BatchRunner:
 
         async def ask(scope: Scope, receive: Receive, send: Send) -> None:
             scope[LINE_OWNER] = line
-            self._cells.own[0] += 1
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                self._cells.own[0] -= 1
+            await self._app(scope, receive, send)
 
         return ask
 
@@ -263,6 +249,7 @@ class _Run:
         if client is None:
             await asyncio.sleep(DISK_SECONDS)
             return None
+        await store.in_thread(_check_room, journal)
         with await store.in_thread(partial(_append_to, journal)) as file:
             work = self._run_lines(client, answered, file)
             answering = asyncio.ensure_future(work)
@@ -342,7 +329,7 @@ class _Run:
         source = path(batch.id, "input")
         rest: Iterator[bytes] = iter(())
         if batch.outcome != "completed" and batch.total:  # only a checked file has lines of limited length
-            rest = undone(source, answered, batch.outcome)
+            rest = undone(batch.id, source, answered, batch.outcome)
         return split_journal(self._space, batch, path(batch.id, "journal"), rest)
 
 
@@ -352,6 +339,17 @@ class _QuotaExceededError(Exception):
 
 def _append_to(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
+
+
+def _check_room(journal: Path) -> None:
+    """Raise OSError if the disk is full: before lines are answered whose results would be lost."""
+    with _append_to(journal) as file:
+        length = file.tell()
+        try:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+        finally:
+            os.ftruncate(file.fileno(), length)
 
 
 def _write(file: BinaryIO, data: bytes) -> None:

@@ -161,7 +161,7 @@ class Batches:
         return found
 
     def list_known(self) -> list[KnownBatch]:
-        """All batches, the earliest first. Each record is read once, for its time of creation."""
+        """All batches of this key, the earliest first. Each record is read once, for its time of creation."""
         names: list[str] = []
         with contextlib.suppress(FileNotFoundError):
             names = [name.removesuffix(".json") for name in os.listdir(self._directory) if name.endswith(".json")]
@@ -223,7 +223,6 @@ class Batches:
                     (self._store.open_directory / name).unlink(missing_ok=True)
 
     def _drop_outlived(self, batch_id: str) -> None:
-        """Remove a record that ended long ago, or cannot be read."""
         batch = self.read(batch_id)
         if batch is None or (batch.has_ended and batch.expires_at < self._store.clock() - MOST_EXPIRY):
             self._drop(batch_id)

@@ -69,7 +69,6 @@ class ChatBatch(Answer[ChatBatchRequest]):
 
 
 def _joined(response_id: str, answers: list[ChatResponse]) -> ChatResponse:
-    """Join the choices of all answers and add up their usage."""
     for index, answer in enumerate(answers):
         answer.choices[0].index = index
     used = [answer.usage for answer in answers]

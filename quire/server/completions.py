@@ -162,7 +162,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return spaced(outputs, body.stream_interval if body.stream else None)
 
     async def _tokenised(self, prompt: str | list[int]) -> Prompt:
-        """Tokens of the prompt, with its text to report. The engine refuses an empty text."""
         if not isinstance(prompt, str) or not prompt:
             return prompt
         body, engine = self._body, self._context.engine
@@ -211,7 +210,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
         )
 
     def _pieces(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
-        """New part of each choice that the output adds to."""
         generates = self._body.max_tokens > 0
         self._counter.count_output(prompt_index, output, count_completion=generates)
         self._prompt_logprobs.setdefault(prompt_index, output.prompt_logprobs)

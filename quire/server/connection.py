@@ -414,7 +414,6 @@ def _too_much_pipelined() -> ApiError:
 
 
 def _whole_answer(error: ApiError, app: object, default_headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Bytes of an error response made without the application, in its format."""
     body = error_body(error, {"app": app, "path": ""})
     headers: Mapping[str, str] = {
         **{name.decode("latin-1"): value.decode("latin-1") for name, value in default_headers},

@@ -16,6 +16,7 @@ from quire.server.answer_format import AnswerFormats
 from quire.server.errors import overloaded, unavailable
 from quire.server.keys import Client
 from quire.server.limits import CLIENT
+from quire.server.request_share import Turns
 from quire.server.response_store import Responses
 from quire.server.running import RunningAnswers
 from quire.server.settings import OLLAMA, OLLAMA_TAG, ServerSettings
@@ -56,8 +57,8 @@ class ServerContext:
     """Duration of each phase of the start."""
     num_errors: Callable[[int], int] = lambda _hundreds: 0
     """Returns the number of requests answered with a status from N00 to N99."""
-    num_lines: Callable[[], int] = lambda: 0
-    """Number of lines of batches that all API processes are answering."""
+    line_places: Turns | None = None
+    """Request slots of lines of batches."""
     on_start: list[Callable[[], None]] = field(default_factory=list)
     """Callbacks that begin work of the server's own. Called in the event loop."""
     on_drain: list[Callable[[], None]] = field(default_factory=list)
@@ -167,8 +168,7 @@ class ServerContext:
         if IN_BACKGROUND.get():
             return
         limit = self.settings.max_num_queued
-        number = self.engine.num_pending - self.engine.num_running - self.num_lines()
-        if limit is not None and number >= limit:
+        if limit is not None and (number := self.engine.num_waiting) >= limit:
             self._refuse("max_num_queued_reqs", f"{number} requests wait (limit {limit})")
         limit = self.settings.max_num_queued_tokens
         if limit is not None and (number := self.engine.num_queued_tokens) >= limit:

@@ -1,10 +1,8 @@
 """Files of clients on disk: a directory for each key, quotas, and expiry. Several processes share the directory.
 
-    DIRECTORY/server.lock, runner.lock
-    DIRECTORY/open/OWNER.BATCH                      batches that have not ended
-    DIRECTORY/keys/OWNER/files/ID.data, ID.json     a file exists while its record (.json) does
-    DIRECTORY/keys/OWNER/incoming/RANDOM.BYTES      uploads, each locked by its process; BYTES are reserved
-    DIRECTORY/keys/OWNER/batches/                   quire/server/batch_store.py
+DIRECTORY/server.lock, runner.lock; open/OWNER.BATCH: batches that have not ended; keys/OWNER/files/ID.data, ID.json: a
+file exists while its record (.json) does; keys/OWNER/incoming/RANDOM.BYTES: uploads, each locked by its process;
+keys/OWNER/batches/: quire/server/batch_store.py.
 
 No name in it comes from a client. Every function may wait for the disk; none belongs on an event loop.
 """
@@ -100,12 +98,17 @@ class FileStore:
             if directory.stat().st_uid != os.getuid():
                 raise ConfigError(f"files_dir: {directory} belongs to another user", param="files_dir")
             directory.chmod(0o700)
+            _check_hard_links(directory)
         except OSError as error:
             raise ConfigError(f"files_dir: cannot use {directory}: {error.strerror}", param="files_dir") from None
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function on a thread for files."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
+
+    def begin(self, function: Callable[[], object]) -> None:
+        """Run a function on a thread for files without waiting for its end."""
+        self._threads.submit(function)
 
     @property
     def open_directory(self) -> Path:
@@ -366,6 +369,21 @@ def held(path: Path, *, makes: bool = False) -> Iterator[bool]:
         yield True
     finally:
         os.close(file)
+
+
+def _check_hard_links(directory: Path) -> None:
+    """Raise ConfigError for a file system without them. A batch has a hard link to its input."""
+    file = directory / f".{secrets.token_hex(8)}"
+    link = file.with_suffix(".link")
+    file.touch(mode=0o600)
+    try:
+        os.link(file, link)
+    except OSError as error:
+        reason = f"its file system makes no hard links ({error.strerror})"
+        raise ConfigError(f"files_dir: cannot use {directory}: {reason}", param="files_dir") from None
+    finally:
+        for each in (file, link):
+            each.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -27,9 +27,9 @@ from quire.server.keys import KeyRing
 from quire.server.protocol.files import BatchList, BatchRequest, FileDeleted, FileList
 from quire.server.query import takes_query, whole_number
 from quire.server.reading import read_request
+from quire.server.request_share import Turns, share_of
 from quire.server.responses import json_response
 from quire.server.uploads import Uploads
-from quire.utils.shared_numbers import Numbers
 
 MAX_LISTED_FILES, MAX_LISTED_BATCHES, LISTED_BATCHES = 10_000, 100, 20
 CHUNK_BYTES = 64 * 1024
@@ -44,7 +44,7 @@ class _Listed(Protocol):
 Item = TypeVar("Item", bound=_Listed)
 
 
-def add_file_routes(app: FastAPI, context: ServerContext, keys: KeyRing, numbers: Numbers) -> None:
+def add_file_routes(app: FastAPI, context: ServerContext, keys: KeyRing) -> None:
     """Add the routes and the runner of batches, with `--files-dir`. Raises ConfigError if the directory cannot be
     used."""
     settings = context.settings
@@ -55,9 +55,9 @@ def add_file_routes(app: FastAPI, context: ServerContext, keys: KeyRing, numbers
     quotas = Quotas(settings.files_quota_bytes, settings.max_file_bytes, settings.max_files, settings.max_open_batches)
     store = FileStore(settings.files_path, socket.gethostname(), quotas)
     _add_file_routes(app, context, store)
-    runner = BatchRunner(app, context, store, keys, numbers)
+    runner = BatchRunner(app, context, store, keys)
     _add_batch_routes(app, context, store, runner)
-    context.num_lines = runner.num_lines
+    context.line_places = Turns(share_of(context.engine.max_num_seqs))
     context.on_start.append(runner.start)
     context.on_drain.append(runner.stop)
     context.on_close.append(runner.stop)
@@ -111,15 +111,14 @@ def _add_file_routes(app: FastAPI, context: ServerContext, store: FileStore) -> 
 
 
 async def _attachment(space: Space, record: StoredFile) -> Response:
-    """Content of a file, which browsers save and never show."""
     try:
-        file = await space.store.in_thread(os.open, space.data_path(record.id), os.O_RDONLY | os.O_CLOEXEC)
+        file = await space.store.in_thread(OpenFile, space.data_path(record.id))
     except FileNotFoundError:  # deleted this instant
         space.find_file(record.id)
         raise
 
     async def chunks() -> AsyncGenerator[bytes, None]:
-        while chunk := await space.store.in_thread(os.read, file, CHUNK_BYTES):
+        while chunk := await space.store.in_thread(file.read):
             yield chunk
 
     headers = {
@@ -127,7 +126,25 @@ async def _attachment(space: Space, record: StoredFile) -> Response:
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(Path(record.filename).name, safe='')}",
         "X-Content-Type-Options": "nosniff",
     }
-    return _Attachment(chunks(), file, headers)
+    return _Attachment(chunks(), space.store, file, headers)
+
+
+class OpenFile:
+    """File that threads read and one closes, maybe while another one reads: a descriptor that is closed amid a read may
+    be another file's before the read."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._lock = threading.Lock()
+
+    def read(self) -> bytes:
+        """Next bytes; none at the end or after `close`."""
+        with self._lock:
+            return b"" if self._file.closed else self._file.read(CHUNK_BYTES)
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
 
 
 class _Attachment(StreamingResponse):
@@ -135,15 +152,17 @@ class _Attachment(StreamingResponse):
 
     media_type = "application/octet-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], file: int, headers: dict[str, str]) -> None:
+    def __init__(
+        self, chunks: AsyncGenerator[bytes, None], store: FileStore, file: OpenFile, headers: dict[str, str]
+    ) -> None:
         super().__init__(chunks, headers=headers)
-        self._file = file
+        self._store, self._file = store, file
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            os.close(self._file)
+            self._store.begin(self._file.close)
 
 
 def _add_batch_routes(app: FastAPI, context: ServerContext, store: FileStore, runner: BatchRunner) -> None:
@@ -179,7 +198,6 @@ def _add_batch_routes(app: FastAPI, context: ServerContext, store: FileStore, ru
 
 
 def _page(request: Request, items: Sequence[Item], default: int, most: int) -> tuple[Sequence[Item], bool]:
-    """(page, whether more follow) by the query's limit, order and after. items: the earliest first."""
     query = request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):

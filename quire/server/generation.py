@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.config.media import ProcessorOptions, background_of
 from quire.engine.output_stream import MergedOutput
 from quire.engine.request_part import EACH_STEP, IN_BACKGROUND
 from quire.errors import UserError
@@ -96,16 +95,12 @@ class Terms(NamedTuple):
 
 
 def _media_options(context: ServerContext, inputs: TemplateInputs) -> MediaOptions:
-    """Image options of a request. Raises UserError if they are invalid or not allowed."""
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
         if getattr(inputs, name) and not context.settings.trust_request_mm_kwargs:
             raise UserError(
                 f"{name} is not taken from requests: the server needs --trust-request-mm-kwargs", param=name
             )
-    given = inputs.media_io_kwargs
-    background = background_of(given) if given else None
-    asked = ProcessorOptions.of(inputs.mm_processor_kwargs or {})
-    return MediaOptions(asked, background, names_owner(inputs.cache_salt))
+    return MediaOptions.of(inputs.mm_processor_kwargs, inputs.media_io_kwargs, names_owner(inputs.cache_salt))
 
 
 async def generate(
@@ -119,12 +114,9 @@ async def generate(
     names: Mapping[str, str],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, new output) until every prompt is finished. The prompts run side by side; many sequences
-    take turns (quire/server/request_share.py).
-
-    Closing it, or an error of one prompt, ends all. Raises as ServerContext.admit does; ModelOutputError if the model
-    computes NaN or infinite logits. answer_id: id that the client knows. names: the engine's field names -> the
-    request's, for errors.
-    """
+    take turns (quire/server/request_share.py). Closing it, or an error of one prompt, ends all. Raises as
+    ServerContext.admit does; ModelOutputError for NaN or infinite logits. answer_id: id that the client knows. names:
+    the engine's field names -> the request's, for errors."""
     share = share_of(context.engine.max_num_seqs)
     if params.answers_at_end and params.num_sequences > share:
         raise UserError(
@@ -132,11 +124,10 @@ async def generate(
             f"server, not {params.num_sequences}",
             param="n" if params.best_of is None else "best_of",
         )
-    turns = Turns(share)
+    turns, lines = Turns(share), context.line_places if IN_BACKGROUND.get() else None
     size = params.num_sequences
-    parts = [
-        PromptPart(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))
-    ]
+    places = [(0, size)] if size <= share else list(split(size, share))
+    parts = [PromptPart(turns, *place, lines) for _ in prompts for place in places]
     per_prompt = len(parts) // len(prompts)
     salt = client_salt(terms.cache_salt)
     ids = _part_ids(request_id, len(prompts), per_prompt)
@@ -148,7 +139,7 @@ async def generate(
             # The first part alone returns the prompt's log-probabilities.
             scored = params.prompt_logprobs if place == 0 else None
             settings = msgspec.structs.replace(params, n=parts[number].num_sequences, prompt_logprobs=scored)
-        if len(prompts) * size > share:
+        if len(prompts) * size > share or lines is not None:
             part = parts[number]
         run = partial(context.engine.generate, cache_salt=salt, priority=terms.priority, lora_request=terms.adapter)
         return run(prompts[index], settings, ids[number], delta=True, part=part)
@@ -172,7 +163,7 @@ async def generate(
         return index, output
 
     try:
-        with context.running.hold((answer_id, request_id), Work(ids, turns)):
+        with context.running.hold((answer_id, request_id), Work(ids, turns, in_background)):
             if len(streams) == 1:  # each generator in the way adds time per output
                 async with aclosing(streams[0]) as outputs:
                     async for output in outputs:

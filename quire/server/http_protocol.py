@@ -16,11 +16,9 @@ from fastapi import FastAPI
 from quire.clock import Clock, SystemClock
 from quire.logging import make_handler
 from quire.server.connection import BoundedHttpProtocol, ConnectionLimits
-from quire.server.listener import CertificateWatch
+from quire.server.listener import DEFAULT_CIPHERS, CertificateWatch
 from quire.server.settings import ServerSettings
 
-DEFAULT_CIPHERS = "DEFAULT"
-"""OpenSSL's own choice."""
 TICKS_PER_CHECK = 10
 """Ticks of uvicorn's server between checks; it ticks ten times a second."""
 

@@ -18,6 +18,8 @@ from quire.server.settings import ServerSettings
 logger = get_logger(__name__)
 
 BACKLOG = 2048
+DEFAULT_CIPHERS = "DEFAULT"
+"""OpenSSL's own choice."""
 FIRST_INHERITED = 3
 """Descriptor of the first socket that systemd passes."""
 
@@ -91,7 +93,19 @@ def _take_inherited() -> socket.socket | None:
     if count > 1:
         raise ConfigError(f"systemd passes {count} sockets; a server takes one (one ListenStream=)", param="port")
     os.set_inheritable(FIRST_INHERITED, False)
-    return socket.socket(fileno=FIRST_INHERITED)
+    try:
+        taken = socket.socket(fileno=FIRST_INHERITED)
+        is_listening = taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise ConfigError(f"systemd passes no socket: {error.strerror}", param="port") from None
+    is_known = taken.family in (socket.AF_INET, socket.AF_INET6) or (
+        taken.family == socket.AF_UNIX and isinstance(taken.getsockname(), str)
+    )
+    if not (is_known and is_listening and taken.type == socket.SOCK_STREAM):
+        taken.close()
+        message = "systemd passes a socket of another kind; a server takes ListenStream= with a port or path, Accept=no"
+        raise ConfigError(message, param="port")
+    return taken
 
 
 def _with_address_of(inherited: socket.socket, settings: ServerSettings) -> ServerSettings:
@@ -141,14 +155,20 @@ def check_certificate(settings: ServerSettings) -> None:
     """Raise ConfigError for an unusable certificate or key."""
     if settings.ssl_certfile is None:
         return
+    _make_context(settings)
+
+
+def _make_context(settings: ServerSettings) -> ssl.SSLContext:
+    """Raises ConfigError for an unusable certificate or key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    assert settings.ssl_certfile is not None
     try:
         # An empty password, so that an encrypted key is an error and not a question on the terminal.
-        context = ssl.create_default_context()
         context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
+        context.verify_mode = ssl.VerifyMode(settings.ssl_cert_reqs)
         if settings.ssl_ca_certs is not None:
             context.load_verify_locations(settings.ssl_ca_certs)
-        if settings.ssl_ciphers is not None:
-            context.set_ciphers(settings.ssl_ciphers)
+        context.set_ciphers(settings.ssl_ciphers or DEFAULT_CIPHERS)
     except (OSError, ssl.SSLError) as error:
         reason = error.strerror or str(error)
         raise ConfigError(
@@ -156,6 +176,7 @@ def check_certificate(settings: ServerSettings) -> None:
             f"{f' and ssl_ca_certs {settings.ssl_ca_certs}' if settings.ssl_ca_certs else ''}: {reason}",
             param="ssl_certfile",
         ) from None
+    return context
 
 
 def _host(host: str) -> str:
@@ -174,23 +195,23 @@ class CertificateWatch:
         self._seen = self._state()
 
     def check(self, context: ssl.SSLContext) -> bool:
-        """Load the files into `context` if they have changed; return whether that was done. Files that do not fit
-        together leave the context as it is."""
+        """If the files have changed, let each new handshake of `context` change to a context made of them; return
+        whether that was done. Files that do not fit together change nothing."""
         state = self._state()
         if state == self._seen:
             return False
         self._seen = state
-        settings = self._settings
         try:
-            check_certificate(settings)
-            assert settings.ssl_certfile is not None
-            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
-            if settings.ssl_ca_certs is not None:
-                context.load_verify_locations(settings.ssl_ca_certs)
-        except (ConfigError, OSError) as error:
+            renewed = _make_context(self._settings)
+        except ConfigError as error:
             logger.warning("the certificate is not renewed: %s", error)
             return False
-        note(__name__, "the certificate %s is renewed", settings.ssl_certfile)
+
+        def change(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            connection.context = renewed
+
+        context.sni_callback = change  # also called for clients that name no server
+        note(__name__, "the certificate %s is renewed", self._settings.ssl_certfile)
         return True
 
     def _state(self) -> list[tuple[int, int, int, int] | None]:

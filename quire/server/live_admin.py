@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import deque
 
 import msgspec
@@ -36,10 +37,12 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 class LogTail(logging.Handler):
-    """Handler that keeps the last records of the `quire` loggers between `open` and `close`."""
+    """Handler that keeps the last records of the `quire` loggers between `open` and `close`. process: random name, by
+    which a reader tells the lines of this process from another's."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.process = secrets.token_hex(8)
         self._lines: deque[LogLine] = deque(maxlen=KEPT)
         self._number = 0
 
@@ -79,9 +82,10 @@ class AbortLive(RequestStruct, kw_only=True, frozen=True):
 
 
 class LogLines(msgspec.Struct):
-    """Log of this API process, oldest first."""
+    """Log of this API process, oldest first. process: name of the process, another one after a restart."""
 
     lines: list[LogLine]
+    process: str
 
 
 def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bool) -> None:
@@ -94,11 +98,14 @@ def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bo
     @app.post("/debug/abort")
     @admin
     async def abort_live(request: Request) -> Response:
-        """End one request early. 404 if this API process has none of that id."""
+        """End one request early. 404 if this API process has none of that id, 409 for a line of a batch."""
         context.check_alive()
         body = await read_request(request, context, AbortLive)
         name, mark, _ = body.request_id.rpartition("#")
         names = {name if mark else body.request_id}
+        if any(map(context.running.is_line, names)):
+            message = "this is a line of a batch, which would ask it again; cancel the batch to end its lines"
+            raise api_error(409, message, "line_of_a_batch")
         names.update(context.running.end_turns([*names]))
         if not context.engine.knows(names):
             raise api_error(404, f"no request {body.request_id!r} runs or waits here", "request_not_found")
@@ -107,6 +114,8 @@ def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bo
 
     @app.get("/debug/log")
     @admin
-    async def log(after: str = "0") -> Response:
-        """after: number of the last line that the client has."""
-        return json_response(LogLines(tail.lines(whole_number("after", after, 0))), {"Cache-Control": "no-store"})
+    async def log(after: str = "0", process: str = "") -> Response:
+        """after: number of the last line that the client has of `process`; any other returns all its lines."""
+        number = whole_number("after", after, 0)
+        lines = tail.lines(number if process in ("", tail.process) else 0)
+        return json_response(LogLines(lines, tail.process), {"Cache-Control": "no-store"})

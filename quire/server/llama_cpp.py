@@ -120,7 +120,6 @@ def _add_state_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 async def _infill_prompt(context: ServerContext, body: LlamaInfillRequest) -> list[int]:
-    """Tokens of an infilling prompt: other files, the texts around the gap, and the beginning of the answer."""
     tokenizer, inputs = context.tokenizer, context.engine.input_processor
     has_mark = tokenizer.token_to_id(FILE_MARK) is not None
     extra = "".join(

@@ -379,7 +379,6 @@ def _add_refusals(app: FastAPI) -> None:
 
 
 def _fingerprint(path: Path) -> tuple[int, str]:
-    """Return (size of the weight files in bytes, 64 hexadecimal digits that depend on their names, sizes and times)."""
     files = [path] if path.is_file() else sorted(each for each in path.glob("*") if each.suffix in WEIGHTS)
     found = [(each.name, status.st_size, status.st_mtime_ns) for each in files for status in (each.stat(),)]
     return sum(size for _, size, _ in found), hashlib.sha256(repr((str(path), found)).encode()).hexdigest()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fastapi import FastAPI, Query, Request, Response
 
+from quire.engine.request_part import IN_BACKGROUND
 from quire.errors import UserError
 from quire.server.auth import owner_of
 from quire.server.background import AnyResponse, BackgroundResponses, not_found, not_streamed
@@ -98,7 +99,7 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
         chat, conversation = await kept.chat(request, context, body)
         turn = begin_turn(context, request, chat, NAMES, asked=AskedRoute("responses", is_streamed=body.stream))
-        stores = body.store and num_stored > 0
+        stores = num_stored > 0 and (not IN_BACKGROUND.get() if body.store is None else body.store)
 
         async def keep(answer: ResponseAnswer) -> None:
             await kept.store.put(owner, answer.body.id, answer.stored(conversation(answer.body.id)))

@@ -214,12 +214,13 @@ async def run_texts(
     charge, salt = Charge(context.metrics), client_salt(body.cache_salt)
     adapter = context.adapters.find(context.served_name(body.model))
     share = share_of(context.engine.max_num_seqs)
-    turns = Turns(share) if len(texts) > share else None
-    priority = body.priority if context.engine.takes_priorities else 0
     in_background = IN_BACKGROUND.get()
+    lines = context.line_places if in_background else None
+    turns = Turns(share) if len(texts) > share or lines is not None else None
+    priority = body.priority if context.engine.takes_priorities else 0
 
     async def one(index: int, prompt: str | list[int], second: str | None) -> RequestOutput:
-        part = None if turns is None else PromptPart(turns, 0, 1)
+        part = None if turns is None else PromptPart(turns, 0, 1, lines)
         try:
             output = await context.engine.pool(
                 prompt,

@@ -111,7 +111,7 @@ def go_on(argument: str, content: bytes) -> bytes:
 
 
 def names(_argument: str, body: bytes) -> bytes:
-    """List field names (for `read_names`), in `unknown`."""
+    """List the fields of a body that are not null, in `unknown`, for the choice of a route."""
     return _answered(lambda: Found(b"", names_of(body), [], []))
 
 

@@ -1,8 +1,6 @@
-"""Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others.
-
-A request of many prompts or completions runs in parts, each an engine request that joins the queue at its turn. The
-output stays the same: each sequence has the seed of its place.
-"""
+"""Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others. A
+request of many prompts or completions runs in parts, each an engine request that joins the queue at its turn, with the
+seed of its place."""
 
 from __future__ import annotations
 
@@ -73,20 +71,22 @@ class Turns:
 
 class PromptPart:
     """Sequences of one prompt, from `first_index` on. `AsyncLLM.generate` waits for the turn after its checks, and ends
-    it."""
+    it. lines: places that all lines of batches have in common, for one of them."""
 
-    def __init__(self, turns: Turns, first_index: int, num_sequences: int) -> None:
+    def __init__(self, turns: Turns, first_index: int, num_sequences: int, lines: Turns | None = None) -> None:
         self._turns = turns
         self._arrival = time.monotonic()
-        self._num_taken = 0
+        self._places = [turns] if lines is None else [turns, lines]
+        self._taken: list[Turns] = []
         self.group = turns
         self.first_index = first_index
         self.num_sequences = num_sequences
 
     async def wait_turn(self, request: EngineRequest) -> EngineRequest:
         """Wait for the turn. Returns the request with the remaining timeout."""
-        await self._turns.take(self.num_sequences)
-        self._num_taken = self.num_sequences
+        for places in self._places:
+            await places.take(self.num_sequences)
+            self._taken.append(places)
         params = request.params
         if self._turns.has_ended:
             params = msgspec.structs.replace(params, timeout_s=SHORTEST_TIMEOUT)
@@ -97,5 +97,6 @@ class PromptPart:
 
     def end_turn(self) -> None:
         """Give the places back. Idempotent; allowed before `wait_turn`."""
-        self._turns.give_back(self._num_taken)
-        self._num_taken = 0
+        for places in self._taken:
+            places.give_back(self.num_sequences)
+        self._taken.clear()

@@ -10,10 +10,11 @@ from quire.server.request_share import Turns
 
 
 class Work(NamedTuple):
-    """Engine requests of an answer, by id, and their turns (request_share.py)."""
+    """Engine requests of an answer, by id, and their turns (request_share.py). is_line: a batch asks for it."""
 
     names: list[str]
     turns: Turns
+    is_line: bool
 
 
 class RunningAnswers:
@@ -36,6 +37,11 @@ class RunningAnswers:
                 works.remove(work)
                 if not works:
                     del self._works[answer_id]
+
+    def is_line(self, name: str) -> bool:
+        """True for an answer or an engine request that a batch asks for again if it is ended early."""
+        works = [(answer_id, work) for answer_id, held in self._works.items() for work in held if work.is_line]
+        return any(name == answer_id or name in work.names for answer_id, work in works)
 
     def end_turns(self, answer_ids: Iterable[str]) -> list[str]:
         """End the waiting turns of these answers; return the ids of their engine requests. Ignores unknown ids."""

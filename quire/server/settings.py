@@ -51,17 +51,10 @@ _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f]*:[0-9A
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one server; each field's `Option` describes it. Invalid values raise ConfigError with `param` set.
-
-    served_model_name: the first name is the one in responses.
-    restart_engine: None: on if `data_parallel_size` exceeds 1.
-    allowed_hosts: a Unix socket allows any name by default.
-    log_format: None follows `QUIRE_LOG_FORMAT`.
-    collect_detailed_traces: any value adds all spans (quire/server/tracing.py).
-    admin_api_key: keys may also come from the key file.
-    tool_call_parser, reasoning_parser: "none" turns parsing off.
-    root_path: requests that still have it are served too.
-    files_quota, max_file_size, max_files, max_open_batches: need files_dir.
-    """
+    served_model_name: the first name is the one in responses. restart_engine: None: on if `data_parallel_size` exceeds
+    1. log_format: None follows `QUIRE_LOG_FORMAT`. admin_api_key: keys may also come from the key file.
+    tool_call_parser, reasoning_parser: "none" turns parsing off. root_path: requests that still have it are served too.
+    files_quota, max_file_size, max_files, max_open_batches: need files_dir."""
 
     host: Annotated[str, FIRST("address to listen on")] = "127.0.0.1"
     port: Annotated[int, FIRST("port to listen on (0: any free one)")] = 8000
@@ -383,7 +376,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def doors(self) -> frozenset[str]:
-        """APIs named in `api`. Raises ConfigError for an unknown one."""
+        """Other servers' APIs named in `api`, of `ollama` and `llama.cpp`. Raises ConfigError for an unknown one."""
         names = [name.strip() for name in self.api.split(",")] if self.api != NO_DOORS else []
         for name in names:
             _check_choice("api", name, (OLLAMA, LLAMA_CPP, NO_DOORS))

@@ -128,7 +128,6 @@ def _is_same_site(origin: str, scheme: str, site: tuple[str, int] | None) -> boo
 
 
 def _site(host: str, scheme: str) -> tuple[str, int] | None:
-    """(name in lower case, port) of a Host header; None if invalid."""
     found = _HOST.fullmatch(host)
     if found is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from fastapi import Request
@@ -14,8 +15,8 @@ from quire.server.errors import ApiError, invalid_request, overloaded
 from quire.server.file_store import BATCH_PURPOSE, IncomingFile, Space, StoredFile, too_large
 from quire.server.protocol.files import LEAST_EXPIRY, MOST_EXPIRY
 
-MAX_UPLOADS = 64
-"""Uploads that one process receives at a time."""
+MAX_UPLOADS, MAX_UPLOADS_OF_KEY = 64, 16
+"""Uploads that one process receives at a time, in all and of one key."""
 RETRY_SECONDS = 1
 PIECE_BYTES = 256 * 1024
 MAX_PARTS, MAX_FIELD_BYTES = 16, 1024
@@ -35,17 +36,23 @@ class Uploads:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._num_running = 0
+        self._num_running: Counter[str] = Counter()
+        """Owner of a space -> its uploads."""
 
     async def receive(self, request: Request, space: Space, max_file_bytes: int) -> StoredFile:
         """Raises ApiError: 400 for a malformed form or wrong fields, 413 and 429 at the quotas, 503 for a full disk."""
-        if self._num_running >= MAX_UPLOADS:
+        running = self._num_running
+        if running.total() >= MAX_UPLOADS:
             raise overloaded(f"{MAX_UPLOADS} files are being received", RETRY_SECONDS)
-        self._num_running += 1
+        if running[space.owner] >= MAX_UPLOADS_OF_KEY:
+            raise overloaded(f"{MAX_UPLOADS_OF_KEY} files of this API key are being received", RETRY_SECONDS)
+        running[space.owner] += 1
         try:
             return await self._receive(request, space, max_file_bytes)
         finally:
-            self._num_running -= 1
+            running[space.owner] -= 1
+            if not running[space.owner]:
+                del running[space.owner]
 
     async def _receive(self, request: Request, space: Space, max_file_bytes: int) -> StoredFile:
         form = _Form(request.headers.get("content-type", ""))

@@ -1,18 +1,13 @@
 """Predicted seconds of a step: for each operator the longer of its operations at the peak and its bytes at the
-bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`). Times of operators add up:
+bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`), added up
+(docs/decisions/0016-simulator.md):
 
-- matrix products: 2 operations per weight and row; weights are read once a step, rows are read and written. A mixture
-  reads the expected number of distinct experts under even routing.
-- attention: chunks and single tokens apart, operations per pair of query and key, bytes of the real contexts. Latent
-  attention expands keys and values for chunks; single tokens, and all tokens with an indexer, multiply queries by the
-  stored vector.
-- the rest of a layer (norms, residuals, activations) and the sampler move bytes.
-- tp > 1: two all-reduces a layer, each a latency and 2 (tp - 1) / tp of the rows' bytes over the link. ep > 1: in place
-  of the second one, tokens go to their experts' devices and back.
-- pp > 1: micro-batches of the step's sequences pass the stages, all as long as the largest (`step_seconds`).
-- kernels, tokens and sequences cost the profile's overheads.
-
-Host overhead and swapping run beside the device (executor.py). docs/decisions/0016-simulator.md lists what is left out.
+- matrix products: 2 operations per weight and row; weights are read once a step. A mixture reads the expected number of
+distinct experts under even routing. - attention: operations per pair of query and key, bytes of the real contexts.
+Latent attention expands keys and values for chunks. - the rest of a layer and the sampler move bytes. - tp > 1: two
+all-reduces a layer. ep > 1: in place of the second one, tokens go to their experts' devices and back. - pp > 1:
+micro-batches of the step's sequences pass the stages (`step_seconds`). - kernels, tokens and sequences cost the
+profile's overheads.
 """
 
 from __future__ import annotations
@@ -161,8 +156,8 @@ class CostModel:
 
     def step_seconds(self, work: StepWork, *, overlapped: bool = False) -> float:
         """Seconds from the first kernel of a step to its results. With pp > 1 the step's sequences are cut into m
-        micro-batches that pass the stages. A single step takes (m + pp - 1) times the longest stage, with the best m.
-        overlapped: the next step follows at once, so a step takes m >= pp stages."""
+        micro-batches; a single step takes (m + pp - 1) times the longest stage, with the best m. overlapped: the next
+        step follows at once, so a step takes m >= pp stages."""
         pp = self.layout.pp
         if self.layout.pcp > 1 and work.num_chunks:
             return self._stage_seconds(self._dealt(work)) + self._shared_keys(work)

@@ -1,7 +1,6 @@
 """Executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds
-(docs/simulator.md). `execute` moves the clock by the host's overhead, and taking a result moves it to the end of its
-step. Swapping runs beside the model over the host link; the next plan waits for it (quire/step.py).
-"""
+(docs/simulator.md). `execute` moves the clock by the host's overhead, taking a result moves it to the end of its step.
+Swapping runs beside the model."""
 
 from __future__ import annotations
 

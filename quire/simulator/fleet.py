@@ -105,7 +105,6 @@ def merged(results: Sequence[Metrics]) -> Metrics:
 
 
 def _groups(spec: ReplicaSpec, num_replicas: int, num_processes: int) -> list[ReplicaGroup]:
-    """Replica i belongs to group i modulo their number."""
     if num_processes <= 1:
         return [LocalGroup(spec, range(num_replicas))]
     groups: list[ReplicaGroup] = []

@@ -46,20 +46,16 @@ class Factors:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device, in bytes, operations and seconds.
-
-    memory: bytes. bandwidth: the memory's bytes per second. peaks: dtype -> dense matrix operations per second.
-    link_bandwidth: bytes per second and direction from a device to its peers in an all-reduce. link_latency: seconds
-    before its first byte. pcie_bandwidth: bytes per second and direction to host memory. pcie_latency: fixed seconds of
-    a copy. launch_overhead: fixed seconds of a kernel in a captured graph. host_overhead: seconds between steps in
-    which the host plans (with steps in flight: meanwhile); host_overhead_per_sequence, host_overhead_per_request,
-    host_overhead_per_new_sequence: more for each sequence, request and sequence that gets a row. wake_overhead: extra
-    seconds of a step after IDLE_SECONDS without work. node_size: devices that the link connects. network_bandwidth,
-    network_latency: between nodes, per device and direction. half_rows: rows at which a matrix product reaches half of
-    its full rate. token_overhead, sequence_overhead, new_sequence_overhead: further device seconds. run_overhead: bytes
-    in whose time attention of a single token moves to the next run of contiguous keys or values (one head's part of a
-    block). source: origin of the numbers; "": data sheets and usual factors. kind: "gpu" or "cpu".
-    """
+    """One device of the cost model, in bytes, operations and seconds. bandwidth: the memory's bytes per second. peaks:
+    dtype -> dense matrix operations per second. link_bandwidth, link_latency: bytes per second and direction to its
+    peers in an all-reduce, and seconds before the first byte. pcie_bandwidth, pcie_latency: the same of copies to host
+    memory. launch_overhead: seconds of a kernel in a captured graph. host_overhead: seconds of planning between steps;
+    host_overhead_per_sequence, host_overhead_per_request, host_overhead_per_new_sequence: more for each. wake_overhead:
+    extra seconds of a step after IDLE_SECONDS without work. node_size: devices that the link connects.
+    network_bandwidth, network_latency: between nodes, per device and direction. half_rows: rows at which a matrix
+    product reaches half of its full rate. token_overhead, sequence_overhead, new_sequence_overhead: further device
+    seconds. run_overhead: bytes in whose time attention of a single token moves to the next run of contiguous keys or
+    values. source: origin of the numbers; "": data sheets and usual factors. kind: "gpu" or "cpu"."""
 
     name: str
     title: str

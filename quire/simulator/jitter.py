@@ -18,10 +18,10 @@ Pairs = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Jitter:
-    """single, chunks: distribution of measured over expected step time as (level, ratio), levels rising to 1: between
-    the level before and this one the mean ratio is `ratio`; empty: always 1. lasting: (seconds, share) of the scatter
-    that fades over that time (to 1/e); the rest is drawn anew in every step. stalls: (length in seconds, number per
-    second of work on single tokens), added on top."""
+    """Variation of step times. single, chunks: distribution of measured over expected step time as (level, ratio),
+    levels rising to 1: between the level before and this one the mean ratio is `ratio`; empty: always 1. lasting:
+    (seconds, share) of the scatter that fades over that time (to 1/e). stalls: (length in seconds, number per second of
+    work on single tokens), added on top."""
 
     single: Pairs = ()
     chunks: Pairs = ()

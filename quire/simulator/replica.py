@@ -44,8 +44,8 @@ MakeExecutor = Callable[[CostModel, VirtualClock, int], Executor]
 
 @dataclass(frozen=True)
 class Record:
-    """One request from arrival to end, in seconds of the virtual clock. num_tokens: tokens of the longest sequence.
-    num_generated: tokens of all sequences. num_cached: prompt tokens found in the prefix cache."""
+    """One ended request, noted at its end; times in seconds of the virtual clock. num_tokens: tokens of the longest
+    sequence. num_generated: tokens of all sequences. num_cached: prompt tokens found in the prefix cache."""
 
     request: TraceRequest
     number: int

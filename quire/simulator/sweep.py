@@ -178,7 +178,6 @@ def _cost(scenario: Scenario, layout: ParallelConfig) -> CostModel:
 
 
 def _lowest_rate(scenario: Scenario) -> float:
-    """Requests per second at which single requests keep a replica busy half of the time."""
     outputs = [request.output_tokens for request in itertools.islice(scenario.source.requests(None), SAMPLE)]
     if not outputs:
         raise UserError("no request arrives: take a longer duration", param="duration")

@@ -1,8 +1,5 @@
-"""Made-up token ids with the prefix-cache hits of real ones.
-
-A prompt is a run of consecutive numbers: the run of its group, which it shares, then numbers that no other request has.
-If a prompt is its group's whole run, it is a turn of a conversation, whose output continues the run.
-"""
+"""Made-up token ids with the prefix-cache hits of real ones. A prompt is a run of consecutive numbers: the run of its
+group, which it shares, then numbers of its own. If a prompt is its group's whole run, its output continues the run."""
 
 from __future__ import annotations
 

@@ -103,7 +103,6 @@ class ForkServer:
             self._end_late_ones()
 
     def _wait(self) -> set[int]:
-        """Descriptors that can be read or are at their end."""
         poll = select.poll()
         poll.register(STDIN, select.POLLIN)
         for connection in (self._connection, *(each.connection for each in self._running.values())):

@@ -1,8 +1,6 @@
 """Normal form of JSON schemas, which llguidance follows exactly. `normalise` resolves references inside the document,
 drops keywords without effect, rewrites what llguidance gets wrong, and refuses the rest with the keyword and its place.
-
-The form has type, const, enum, allOf, anyOf, oneOf, $ref (to `#/$defs/...`), the keywords of strings, numbers, arrays
-(2020-12's) and objects, and `$digits` (quire/structured_output/schema_numbers.py).
+The form has a small set of keywords, $ref to `#/$defs/...`, and `$digits` (quire/structured_output/schema_numbers.py).
 """
 
 from __future__ import annotations

@@ -305,7 +305,6 @@ class MaskClient:
         return slot
 
     def _take_ended(self) -> list[int]:
-        """Free the slots of ended matchers; returns those that the process knows."""
         ended = []
         while self.ended_slots:
             slot = self.ended_slots.popleft()
@@ -366,7 +365,6 @@ class MaskClient:
         return [text for text in self._grammars if text not in used]
 
     def _drop(self, text: str) -> int:
-        """Drop a text's grammar; returns its size in bytes."""
         dropped = self._grammars.pop(text)
         self._ended_grammars.append(dropped.number)
         return dropped.size

@@ -70,7 +70,8 @@ class Slot:
     """Sequence. Its work is done in order, one piece at a time."""
 
     def __init__(self, number: int, charge: int, seconds: float, compiled: Compiled) -> None:
-        """seconds: known processor time of a mask."""
+        """number: index of its mask in shared memory. charge: number of its request, for fair turns. seconds: known
+        processor time of a mask."""
         self.number = number
         self.compiled = compiled
         self.charge = charge
@@ -235,7 +236,6 @@ class MaskProcess:
         self._memory.note_work(thread, -1, 0.0)
 
     def _next_task(self, thread: int) -> Task | None:
-        """Next quick task of the leading thread. Called under the lock."""
         tasks, leads = self._firsts or self._masks, self._leader == thread
         if not leads and self._began:
             return None
@@ -440,7 +440,6 @@ class MaskProcess:
         return len(slot.drafts)
 
     def _take_done(self) -> Done | None:
-        """Message to send, under the lock; `_send` must follow."""
         if self._firsts or (self._masks and not self._answers):
             return None
         answers, self._answers = self._answers, []

@@ -144,10 +144,10 @@ class MaskWork(msgspec.Struct, array_like=True):
 
 
 class MatcherAnswer(msgspec.Struct, array_like=True):
-    """Answer, with `serial` of its question and attributes of `quire.decoding.masks.Matcher`. only: the one possible
-    next token; -1: see the mask. is_free: all tokens are possible. is_masked: the mask is there, or `mask_error` says
-    why not. seconds: processor time. error: why the matcher cannot continue. num_draft_masks: masks after drafts; -1:
-    they and the mask come with `Masked`."""
+    """Answer of the mask process, with `serial` of its question and attributes of `quire.decoding.masks.Matcher`. only:
+    the one possible next token; -1: see the mask. is_free: all tokens are possible. is_masked: the mask is there, or
+    `mask_error` says why not. seconds: processor time. error: why the matcher cannot continue. num_draft_masks: masks
+    after drafts; -1: they come with `Masked`."""
 
     slot: int
     serial: int

@@ -47,7 +47,6 @@ class Charsmap:
         return "".join(parts)
 
     def _longest(self, text: str, start: int) -> tuple[int, str | None]:
-        """Return (characters of the longest sequence at `start`, its replacement; None: the character stays)."""
         node, length, value = self._root, 1, None
         for end in range(start, len(text)):
             for byte in text[end].encode():

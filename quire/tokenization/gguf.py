@@ -56,8 +56,8 @@ _CASED = (
 @dataclass(frozen=True)
 class _Splitting:
     """Rule that splits a text into words. pattern: regular expression of a word; None for GPT-2's. before: patterns to
-    split off first, in order. single_digits: split off each digit first. whole_words: keep a word that is a token
-    whole. nfc: apply NFC first. adds_bos: prepend the beginning-of-sequence token unless the file says otherwise."""
+    split off first. single_digits: split off each digit first. whole_words: keep a word that is a token whole. nfc:
+    apply NFC first. adds_bos: prepend the beginning-of-sequence token unless the file says otherwise."""
 
     pattern: str | None = None
     before: tuple[str, ...] = ()

@@ -142,7 +142,6 @@ def _rule(content: Mapping[str, Any], model: Mapping[str, Any], directory: Path)
 def _pieces(
     content: Mapping[str, Any], model: Mapping[str, Any], added: Sequence[Mapping[str, Any]], directory: Path
 ) -> SentencePieces:
-    """Sentencepiece model, from its own file or else from tokenizer.json."""
     file = directory / _SENTENCEPIECE_FILE
     if file_bytes(file) is None:
         found = _by_merges(content, model, added, directory)

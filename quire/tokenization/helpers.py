@@ -1,9 +1,6 @@
-"""Pool of helper processes of a front end. A job renders a conversation (with token ids), tokenizes a long text, or
-reads a large request body.
-
-Helpers start on demand, are reused, and end with the front end. One that exceeds a limit, hangs or dies fails only its
-job and is replaced.
-"""
+"""Pool of helper processes of a front end. A job renders a conversation, tokenizes a long text, or reads a large
+request body. Helpers start on demand, are reused, and end with the front end. One that exceeds a limit, hangs or dies
+fails only its job."""
 
 from __future__ import annotations
 
@@ -68,7 +65,8 @@ T = TypeVar("T")
 
 
 class Conversion(NamedTuple):
-    """Conversation to render. frame: encoded Render. messages: bytes after it. max_characters: limit of the text."""
+    """Conversation that a helper renders. frame: encoded Render. messages: msgpack behind it. max_characters: limit of
+    the text."""
 
     frame: bytearray
     messages: memoryview

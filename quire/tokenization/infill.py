@@ -31,7 +31,8 @@ _OTHER = "\u263a"
 
 
 def family_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
-    """Family in FAMILIES whose tokens the tokenizer has; None if the model does not infill."""
+    """Parts of an infill prompt in order, tokens and the places TEXT and SUFFIX: the first of FAMILIES whose tokens the
+    tokenizer has. None if the model does not infill."""
 
     def is_known(family: tuple[str, ...]) -> bool:
         return all(part in (TEXT, SUFFIX) or tokenizer.token_to_id(part) is not None for part in family)

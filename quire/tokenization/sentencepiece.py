@@ -199,7 +199,6 @@ def read_sentencepiece(content: bytes, file: Path) -> SentencePieces:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """Yield (number, value) of a message's fields: integers, or bytes for other types."""
     position = 0
     while position < len(data):
         key, position = _varint(data, position)
@@ -220,7 +219,6 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return (value, next position) of a varint: groups of seven bits, lowest first."""
     value = 0
     for place in range(10):
         byte = data[position + place]

@@ -134,7 +134,7 @@ def _token(path: Path, name: str, value: Any) -> Token | None:
 
 
 def _entry(path: Path, name: str, value: Any, *, is_special: bool = False) -> AddedToken:
-    """AddedToken of a file's entry. is_special: overrides the entry."""
+    """AddedToken of a file's entry, an object of its fields. is_special: special whatever the entry says."""
     options = {key: each for key, each in value.items() if key != "__type"}
     try:
         return AddedToken(**(options | ({"special": True} if is_special else {})))

@@ -65,13 +65,10 @@ SAMPLE = "The quick brown fox, 42 naïve cafés; \n\tdef f(x): return x"
 
 
 class Tokenizer:
-    """Loaded tokenizer. Thread-safe; long encodings release the GIL except for the list of ids.
-
-    special_tokens: name ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is the
-        usual one. name: used in errors. pieces: sentencepiece model, whose texts are prepared here.
-        extra_special_tokens: texts of special tokens without a name. cleans_up: `decode` drops spaces before
-        punctuation.
-    """
+    """Loaded tokenizer. Thread-safe; long encodings release the GIL except for the list of ids. special_tokens: name
+    ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is the usual one. pieces:
+    sentencepiece model, whose texts are prepared here. extra_special_tokens: texts of special tokens without a name.
+    cleans_up: `decode` drops spaces before punctuation."""
 
     def __init__(
         self,
@@ -238,11 +235,9 @@ def load_tokenizer(
     download_dir: str | None = None,
     chat_template: str | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer of a directory, a GGUF file, a hub id or "bundled". Raises ModelLoadError with one clear line.
-
-    vocab_size: the model's; it limits the entries, and so the memory, of a tokenizer. download_dir: folder for
-        downloads; None: the hub library's cache. chat_template: file or text of a template instead of the model's.
-    """
+    """Load the tokenizer of a directory, a GGUF file, a hub id or "bundled". Raises ModelLoadError. vocab_size: the
+    model's; it limits the tokenizer's entries, and so its memory. download_dir: folder for downloads; None: the hub
+    library's cache. chat_template: file or text of a template instead of the model's."""
     limit = max_values(vocab_size)
     path = find_model(str(path_or_id), revision=revision, config_only=True, download_dir=download_dir)
     config = read_optional_json(path / "tokenizer_config.json")

@@ -39,14 +39,11 @@ Build = Callable[[tokenizers.Tokenizer, Fields, Tokens], None]
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """Recipe of a class. model: kind of vocabulary. build: sets a tokenizer's pipeline, given the options and the named
-    special tokens. tokens: default named special tokens. extra: further ones. own_tokens: special tokens with names of
-    the class.
-
-    template: tokens around a text: "file" (tokenizer.json's post-processor), "flags" (only add_bos_token, by default
-        `adds_bos`, and add_eos_token), or a function that makes the post-processor from the tokens. special_again: add
-        special tokens again at the end, "plain" without their stripping options, or "same".
-    """
+    """Recipe of a Transformers tokenizer class. model: kind of vocabulary. build: sets a tokenizer's pipeline, given
+    the options and the named special tokens. tokens: default named special tokens. extra: further ones. own_tokens:
+    special tokens with names of the class. template: tokens around a text: "file" (tokenizer.json's), "flags"
+    (add_bos_token, by default `adds_bos`, and add_eos_token), or a function. special_again: add special tokens again at
+    the end, "plain" without their stripping options, or "same"."""
 
     model: str
     build: Build

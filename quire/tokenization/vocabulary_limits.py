@@ -48,7 +48,7 @@ def check_num_values(file: Path, num_values: int, limit: int) -> None:
 
 
 def check_pieces(where: object, pieces: Iterable[str]) -> None:
-    """Raise ModelLoadError for an entry longer than LONGEST_PIECE. where: source named in the error."""
+    """Raise ModelLoadError for an entry of more than LONGEST_PIECE characters. where: source named in the error."""
     longest = max(pieces, key=len, default="")
     if len(longest) > LONGEST_PIECE:
         raise _too_long(where, longest)

@@ -1,11 +1,6 @@
-"""GGUF reader: header, metadata and table of tensors, every number checked before use.
-
-A file has a header, pairs of key and typed value, tensor entries, and the tensors' data, each at a multiple of the
-alignment. Numbers are little-endian. Imports neither torch nor numpy.
-
-Files may be hostile. Every fault is a ModelLoadError: nothing is read outside the file, and the limits below bound the
-work.
-"""
+"""GGUF reader: header, metadata and table of tensors, every number checked before use. Numbers are little-endian.
+Imports neither torch nor numpy. Files may be hostile: every fault is a ModelLoadError, nothing is read outside the
+file, and the limits below bound the work."""
 
 from __future__ import annotations
 
@@ -119,12 +114,9 @@ class _Array:
 
 
 class GGUFFile:
-    """Open file, or the files of a split model, named by the first. metadata: values of the first file by key;
-    arrays are placeholders, read by `strings` and `numbers`. tensors: by name, in the files' order.
-
-    The mapping is private; `release` drops the pages of a copied tensor. A context closes the file once no view is
-    held.
-    """
+    """Open GGUF file, or the files of a split model. metadata: values of the first file by key; arrays are
+    placeholders, read by `strings` and `numbers`. tensors: by name, in the files' order. The mapping is private;
+    `release` drops the pages of a copied tensor. A context closes the file once no view is held."""
 
     def __init__(self, path: Path) -> None:
         """Open and check the header of each file. Raises ModelLoadError with the file's name."""

@@ -207,7 +207,6 @@ class CudaGraphRunner:
     def _try_capture(
         self, capture: GraphCapture, key: Execution, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
-        """Captured pass of this size; None if memory has run out."""
         try:
             with capturing(capture):
                 if key.kind == "full":

@@ -19,10 +19,9 @@ MOST_DRAFT_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class ExecutionSettings:
-    """Sizes that passes are captured at and padded to. full_sizes: sequence counts that decode batches are padded to.
-    piecewise_sizes: token counts that other batches are padded to. Both ascend and may be empty. draft_rows: tokens per
-    sequence with drafts in a full graph (0: none). adapts: some steps have tokens with adapters, and these have graphs
-    of their own."""
+    """Sizes that passes are captured at and padded to. full_sizes: sequence counts of decode batches. piecewise_sizes:
+    token counts of other batches. Both ascend and may be empty. draft_rows: tokens per sequence with drafts in a full
+    graph (0: none). adapts: steps with adapters have graphs of their own."""
 
     full_sizes: tuple[int, ...] = ()
     piecewise_sizes: tuple[int, ...] = ()

@@ -1,6 +1,6 @@
 """Drafts of a head: layers after the model's last one that guess the token after the next from a token's hidden state
 and its successor. After each step the head computes the step's tokens with a known successor; drafts start from the
-last result and go on from the head's own guesses."""
+last result."""
 
 from __future__ import annotations
 
@@ -136,7 +136,6 @@ class HeadDrafts(HostDrafts):
                 results = self._run(batch, results, None, table)
 
     def _run(self, batch: InputBatch, hidden: torch.Tensor, read: np.ndarray | None, table: np.ndarray) -> torch.Tensor:
-        """Head's results for the tokens `read` of a batch (None: all). hidden: [T, size]."""
         from quire.worker.platform.cpu_inputs import prepare_inputs
 
         followers, attention = prepare_inputs(batch, table[:, 1:], self._tables)

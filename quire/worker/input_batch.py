@@ -13,15 +13,12 @@ if TYPE_CHECKING:
 
 
 class InputBatch(NamedTuple):
-    """S scheduled sequences with T tokens, in the plan's order.
-
-    rows, starts, counts, ends: [S] int64: request slot, first computed position, number of positions, position after
-    the last. query_start: [S + 1] int64: tokens of sequence s are query_start[s]:query_start[s + 1]. logits_rows: [R]
-    int64, ascending, tokens whose hidden states are read (None: all T): each sequence's last, and all of a scored
-    prompt. read_start: [S + 1] int64, start of each sequence's part of the R. rows_version: equal versions other than 0
-    mean equal rows. num_drafts: [S] int64, last tokens that are drafts (None: none); their hidden states, and the one
-    before, are read. overlay: rows that replace embeddings (None: none).
-    """
+    """S scheduled sequences with T tokens, in the plan's order; the worker builds it for each step. rows, starts,
+    counts, ends: [S] int64: request slot, first computed position, number of positions, position after the last.
+    query_start: [S + 1] int64: tokens of sequence s are query_start[s]:query_start[s + 1]. logits_rows: [R] int64,
+    ascending, tokens whose hidden states are read (None: all T). read_start: [S + 1] int64, start of each sequence's
+    part of the R. rows_version: equal versions other than 0 mean equal rows. num_drafts: [S] int64, last tokens that
+    are drafts (None: none). overlay: rows that replace embeddings (None: none)."""
 
     rows: np.ndarray
     starts: np.ndarray

@@ -169,7 +169,6 @@ class ModelDrafts(HostDrafts):
         return self._model.forward(self._backends.forward_batch(token_ids, attention, rows, columns)).hidden
 
     def _likeliest(self, hidden: torch.Tensor) -> np.ndarray:
-        """Likeliest tokens after hidden states: [R, size] -> [R] int64."""
         logits = self._model.compute_logits(hidden)[:, : self._other_size]
         tokens: np.ndarray = logits.argmax(1).numpy()
         return tokens

@@ -37,7 +37,8 @@ class BrowserError(Exception):
 
 
 class Chromium:
-    """One browser with one tab. `problems` collects what the page's scripts and its security policy complain about."""
+    """One browser with one tab. `problems` collects what the page's scripts and its security policy complain about,
+    `requests` the addresses that the tab has asked for, `data:` left out."""
 
     def __init__(self, program: str, profile: Path) -> None:
         commands_out, commands_in = _pipe()
@@ -60,9 +61,10 @@ class Chromium:
         self._pending = b""
         self._session: str | None = None
         self.problems: list[str] = []
+        self.requests: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -157,6 +159,12 @@ class Chromium:
                 entry = event["params"]["entry"]
                 if entry["level"] in ("error", "warning"):
                     self.problems.append(f"{entry['text']} ({entry.get('url', '')})")
+            case "Page.javascriptDialogOpening" | "Page.windowOpen":
+                self.problems.append(str(event["params"]))
+            case "Network.requestWillBeSent":
+                url: str = event["params"]["request"]["url"]
+                if not url.startswith("data:"):
+                    self.requests.append(url)
             case "Runtime.consoleAPICalled":
                 if event["params"]["type"] in ("error", "warning", "assert"):
                     self.problems.append(str(event["params"]["args"]))

@@ -24,7 +24,7 @@ WIDTHS = (420, 768, 1000, 1280, 1920, 2560)
 LINES = [LogLine(n, 1.7e9 + n, level, "quire.x", "w" * 200, None) for n, level in enumerate(("INFO", "ERROR"), 1)]
 ADMIN: Answers = {
     "/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory([], is_admin=True)),
-    "/debug/log": lambda path, _: msgspec.json.encode(LogLines([] if path.endswith("=2") else LINES)),
+    "/debug/log": lambda path, _: msgspec.json.encode(LogLines([] if "after=2" in path else LINES, "p")),
 }
 PROSE = (
     "# Title\n\nSome **bold** text, `code`, a [link](https://example.org/a) and\n\n```py\nx = 1  # "
@@ -40,10 +40,12 @@ CHATS = [
                 "role": "assistant",
                 "content": PROSE,
                 "reasoning": "hm",
-                "calls": [{"name": "f", "arguments": '{"a": 1}'}],
+                "calls": [{"id": "c", "name": "f", "arguments": '{"a": 1}'}],
                 "note": "12 tokens",
                 "error": "it failed",
             },
+            {"role": "tool", "content": "wide" * 60, "callId": "c"},
+            {"role": "system", "content": "s"},
         ]
     }
 ]
@@ -76,8 +78,14 @@ def view(tab: Chromium, request: pytest.FixtureRequest) -> Iterator[Chromium]:
         tab.evaluate(f"localStorage.setItem('quire-chats', {json.dumps(json.dumps(CHATS))})")
         tab.call("Page.reload")
         tab.wait_for("document.querySelector('#link')?.dataset.state === 'live'")
+        tab.evaluate("document.querySelector('.chat-name').click()")
         tab.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
         tab.evaluate("document.querySelector('#key-form').hidden = false")
+        if name == "chat":  # a message that is changed, and a way back
+            edit = "document.querySelectorAll('.message.{} .redo')[0].click()"
+            tab.evaluate(edit.format("system"))
+            tab.evaluate("document.querySelector('.edit .quiet').click()")
+            tab.evaluate(edit.format("user"))
         if name == "server":
             tab.wait_for("document.querySelector('.line') && document.querySelector('.end')")
         yield tab

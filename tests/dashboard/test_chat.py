@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import signal
@@ -11,60 +12,22 @@ from typing import Any
 
 import pytest
 
-from quire.dashboard.page import load_page
 from quire.server.live import task_of
 from quire.server.settings import ServerSettings
 from tests.dashboard.chromium import Chromium
+from tests.dashboard.fake_model import Model, model, opened, send, stream
 from tests.dashboard.test_page import text
-from tests.long import all_but_long
 from tests.multimodal.pictures import draw, encoded
 from tests.server.conftest import Served, serving
 from tests.server.serve_process import Process
+
+__all__ = ["model", "opened"]
 
 pytestmark = pytest.mark.browser
 LAST = "document.querySelector('.message:last-child')"
 PROSE = f"{LAST}.querySelector(':scope > .prose')"
 PICTURE = base64.b64encode(encoded(draw(1, size=(8, 8)))).decode()
 IDLE = "document.querySelector('#halt').hidden"
-MOST_LINES = 400
-PIECES = ("*a ", "[", "](", "`", "> ", "- ", "<a", "**_~~", "|", "\\", "[a](b", "https://", "1. a\n ")
-"""Texts that cost most where a renderer looks at them again and again: many of one in a row."""
-ALLOWED = (
-    "article h3 h4 h5 h6 details summary div p footer span button pre code a br strong em s ul ol li blockquote hr "
-    "table tr th td"
-)
-"""Elements of a conversation."""
-HOSTILE = (
-    "<script>hit()</script>",
-    "<img src=x onerror=hit()>",
-    "<svg onload=hit()><p id=x></svg>",
-    "<iframe srcdoc='<script>parent.hit()</script>'></iframe>",
-    "[a](javascript:hit())",
-    "[a](JaVaScRiPt:hit())",
-    "[a](\\x01javascript:hit())",
-    "[a](data:text/html,<script>hit()</script>)",
-    "[a](vbscript:hit())",
-    '[a](https://x/" onmouseover="hit())',
-    "![a](https://evil.example/leak.png)",
-    "![a](javascript:hit())",
-    "<https://x/ onclick=hit()>",
-    "<javascript:hit()>",
-    "`<b onclick=hit()>`",
-    "```html\n<script>hit()</script>\n```",
-    "<math><mtext><table><mglyph><style><img src onerror=hit()>",
-    "<form><math><mtext></form><form><mglyph><style></math><img src onerror=hit()>",
-    "| <img src=x onerror=hit()> |\n|---|\n| <a href=javascript:hit()>x</a> |",
-    "> <details open ontoggle=hit()>",
-    "- <object data=javascript:hit()>\n- <embed src=javascript:hit()>",
-    "# <base href=javascript:/a/-hit()//>",
-    "<a href='javas&#99;ript:hit()'>x</a> &lt;script&gt;hit()&lt;/script&gt;",
-    "[<img src=x onerror=hit()>](https://x)",
-    "**<style>@import 'https://evil.example/x.css'</style>**",
-    "<meta http-equiv=refresh content='0;url=https://evil.example'>",
-    "<link rel=prefetch href=https://evil.example>",
-    "<video><source onerror=hit()></video>",
-)
-"""Texts after those that sanitisers of HTML are tested with: what runs calls `hit`, what is fetched has a host."""
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +51,7 @@ def page(tab: Chromium, server: Process) -> Iterator[Chromium]:
 def show(tab: Chromium, server: Process, chats: list[Any]) -> None:
     """Open the page over stored conversations."""
     tab.open(f"{server.url}/health")
-    tab.evaluate(f"localStorage.setItem('quire-chats', {json.dumps(json.dumps(chats))})")
+    tab.evaluate(f"sessionStorage.clear(); localStorage.setItem('quire-chats', {json.dumps(json.dumps(chats))})")
     tab.open(f"{server.url}/")
     tab.wait_for("!document.querySelector('#chat-view').hidden")
 
@@ -195,7 +158,19 @@ class TestConversation:
         assert "it'\\''s brief" in curl
         compile(python, "sample.py", "exec")
         assert "max_tokens=3,\n" in python
-        assert 'stop=["x","y"],\n' in python
+        assert 'stop=["x", "y"],\n' in python
+        fill(page, "#chat-more", '{"top_k": 5, "chat_template_kwargs": {"a": [true, null]}, "tools": []}')
+        python = page.evaluate("document.querySelector('#chat-python').textContent")
+        call = ast.parse(python).body[-2].value
+        given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        assert given["extra_body"] == {"top_k": 5, "chat_template_kwargs": {"a": [True, None]}}
+        assert given["tools"] == []
+        fill(page, "#chat-more", "{")
+        assert text(page, "#more-error").startswith("no JSON")
+        fill(page, "#message", "=kept")
+        page.evaluate("document.querySelector('#composer').requestSubmit()")
+        assert text(page, "#chat-status").startswith("not sent")
+        assert page.evaluate("document.querySelector('#message').value") == "=kept"
 
     def test_a_refusal_is_shown_in_the_servers_words(self, page: Chromium) -> None:
         fill(page, "#chat-temperature", "-1")
@@ -255,93 +230,190 @@ class TestConversation:
         assert page.evaluate("getComputedStyle(document.querySelector('#chats')).display") == "flex"
 
 
-class TestMarkdown:
-    def prose(self, tab: Chromium, server: Process, source: str) -> str:
-        """The HTML that a text becomes, as the browser writes it, without the parts of code blocks that are ours."""
-        show(tab, server, [talk("q", source)])
-        html: str = tab.evaluate("document.querySelector('.message.assistant > .prose').innerHTML")
-        return html
-
-    @pytest.mark.parametrize(
-        ("source", "html"),
-        [
-            ("# Title #\ntext\nmore", "<h3>Title</h3><p>text<br>more</p>"),
-            (
-                "**a *b* c** __d__ ~~e~~ _f_ snake_case_name",
-                "<p><strong>a <em>b</em> c</strong> <strong>d</strong> <s>e</s> <em>f</em> snake_case_name</p>",
-            ),
-            ("***both*** 2 * 3 * 4 **open", "<p><strong><em>both</em></strong> 2 * 3 * 4 **open</p>"),
-            ("a `` b ` c `` d \\*e\\*", "<p>a <code>b ` c</code> d *e*</p>"),
-            ("- a\n- b\n  1. c\n  2. d\n\nend", "<ul><li>a</li><li>b<ol><li>c</li><li>d</li></ol></li></ul><p>end</p>"),
-            ("3. a\n\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
-            ("- [x] done\n- [ ] open", "<ul><li>☑ done</li><li>☐ open</li></ul>"),
-            ("> a\n> > b", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>"),
-            ("a\n\n---\nb", "<p>a</p><hr><p>b</p>"),
-            ("a <b> &amp; c", "<p>a &lt;b&gt; &amp;amp; c</p>"),
-        ],
-    )
-    def test_blocks_and_texts(self, page: Chromium, server: Process, source: str, html: str) -> None:
-        assert self.prose(page, server, source) == html
-
-    def test_code_tables_and_links(self, page: Chromium, server: Process) -> None:
-        code, table = "```py\na = '<b>'\n```", "|a|b|\n|:-|-:|\n|`x`|1\\|2|"
-        source = f"{code}\n\n{table}\n\n[m](mailto:a@b.c) https://x.example/a_(b). [r](/path)"
-        self.prose(page, server, source)
-        assert text(page, ".prose .code pre") == "a = '<b>'"
-        assert text(page, ".prose .code-head span") == "py"
-        cells = "[...document.querySelectorAll('.prose th, .prose td')].map((c) => c.innerText)"
-        assert page.evaluate(cells) == ["a", "b", "x", "1|2"]
-        links = "[...document.querySelectorAll('.prose a')].map((a) => [a.getAttribute('href'), a.rel, a.innerText])"
-        rel = "noopener noreferrer nofollow"
-        assert page.evaluate(links) == [
-            ["mailto:a@b.c", rel, "m"],
-            ["https://x.example/a_(b)", rel, "https://x.example/a_(b)"],
-        ]
-
-    def test_nothing_of_a_text_runs_or_is_fetched(self, page: Chromium, server: Process) -> None:
-        """Texts of the model, of thoughts, calls of tools and the user, out of a file: all take the same ways."""
-        joined = "\n\n".join(HOSTILE)
-        call = {"name": "<img src=x onerror=hit()>", "arguments": joined}
-        chat = {
-            "messages": [
-                {"role": role, "content": joined, "reasoning": joined, "calls": [call], "note": joined, "error": joined}
-                for role in ("user", "assistant", "system")
-            ]
-        }
-        chat["settings"] = {"system": joined, "stop": joined}
-        page.call(
-            "Page.addScriptToEvaluateOnNewDocument", source="window.hits = 0; window.hit = () => { window.hits += 1; };"
-        )
-        show(page, server, [chat, *(talk(each, each) for each in HOSTILE)])
-        page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
-        page.evaluate("new Promise((done) => setTimeout(done, 100))")
-        assert page.evaluate("window.hits") == 0
-        found = page.evaluate("[...new Set([...document.querySelectorAll('#log *')].map((each) => each.localName))]")
-        assert set(found) <= set(ALLOWED.split())
-        names = page.evaluate(
-            "[...new Set([...document.querySelectorAll('#log *')].flatMap((e) => e.getAttributeNames()))]"
-        )
-        assert not [name for name in names if name.startswith("on") or name in ("src", "style", "srcdoc")]
-        schemes = page.evaluate("[...document.querySelectorAll('#log a')].map((a) => a.protocol)")
-        assert set(schemes) <= {"http:", "https:", "mailto:"}
-        fetched = page.evaluate("performance.getEntriesByType('resource').map((each) => new URL(each.name).origin)")
-        assert set(fetched) <= {server.url}
-
-    @pytest.mark.parametrize("piece", all_but_long(PIECES, ("[a](b", "`")))
-    def test_the_time_is_linear(self, page: Chromium, server: Process, piece: str) -> None:
-        """Counted in steps of the pass over a text, and in nodes: neither grows faster than the text."""
-        self.prose(page, server, piece * (200_000 // len(piece)))
-        assert page.evaluate("document.querySelectorAll('.prose *').length") <= 200_000
-
-    def test_its_length(self) -> None:
-        source = Path(load_page.__code__.co_filename).with_name("markdown.js").read_text()
-        assert len(source.splitlines()) <= MOST_LINES
-        assert "innerHTML" not in load_page().html.decode()
-
-
 async def test_the_first_tab_is_what_the_model_is_for(served: Served, model_path: Path) -> None:
     assert task_of(served.context) == "chat"
     async with serving(model_path, ServerSettings()) as plain:
         plain.context.tokenizer.chat_templates.clear()
         assert task_of(plain.context) == "completion"
         assert (await plain.client.get("/debug/kv")).json()["task"] == "completion"
+
+
+@pytest.fixture
+def fresh(opened: Chromium, model: Model) -> Iterator[Chromium]:
+    """The page without a conversation, whose model answers what a test chose."""
+    assert not model.answers
+    model.asked.clear()
+    click(opened, "#new-chat")
+    yield opened
+    assert opened.problems == []
+
+
+def say(tab: Chromium, role: str, words: str) -> None:
+    tab.evaluate(f"document.querySelector('#role').value = {role!r}")
+    send(tab, words)
+
+
+def act(tab: Chromium, number: int, label: str) -> None:
+    """Press a button of a message."""
+    tab.evaluate(
+        f"[...document.querySelectorAll('.message')[{number}].querySelectorAll('button')]"
+        f".find((each) => each.innerText === {label!r}).click()"
+    )
+    tab.wait_for(IDLE)
+
+
+def texts_of(tab: Chromium) -> list[str]:
+    found: list[str] = tab.evaluate(
+        "[...document.querySelectorAll('.message > :is(.prose, .said)')].map((each) => each.innerText)"
+    )
+    return found
+
+
+def sent(model: Model) -> list[tuple[str, str]]:
+    """The messages of the last request."""
+    return [(each["role"], each["content"]) for each in model.asked[-1]["messages"]]
+
+
+class TestMessages:
+    """Any role, any message: what is sent is what is shown."""
+
+    def test_roles(self, fresh: Chromium, model: Model) -> None:
+        say(fresh, "system", "be brief")
+        say(fresh, "assistant", "I am")
+        assert not model.asked
+        assert fresh.evaluate("document.querySelector('#role').value") == "user"
+        model.answers.append(stream({"content": "yes"}))
+        say(fresh, "user", "are you?")
+        assert sent(model) == [("system", "be brief"), ("assistant", "I am"), ("user", "are you?")]
+        heads = fresh.evaluate("[...document.querySelectorAll('.message h3')].map((each) => each.innerText)")
+        assert heads == ["System", "tiny", "You", "tiny"]
+
+    def test_messages_are_changed_and_gone_on_with(self, fresh: Chromium, model: Model) -> None:
+        model.answers += [stream({"content": "one"}), stream({"content": "two"})]
+        send(fresh, "a")
+        send(fresh, "b")
+        act(fresh, 1, "Edit")
+        fill(fresh, ".edit textarea", "ONE")
+        act(fresh, 1, "Save")
+        assert texts_of(fresh) == ["a", "ONE", "b", "two"]
+        model.answers.append(stream({"content": ", three"}))
+        act(fresh, 3, "Continue")
+        assert texts_of(fresh)[-1] == "two, three"
+        assert sent(model) == [("user", "a"), ("assistant", "ONE"), ("user", "b"), ("assistant", "two")]
+        assert (model.asked[-1]["continue_final_message"], model.asked[-1]["add_generation_prompt"]) == (True, False)
+        act(fresh, 1, "Edit")
+        fresh.evaluate("document.querySelector('.edit select').value = 'system'")
+        act(fresh, 1, "Save")
+        act(fresh, 0, "Edit")
+        act(fresh, 0, "Delete")
+        model.answers.append(stream({"content": "four"}))
+        act(fresh, 1, "Edit")
+        act(fresh, 1, "Send")
+        assert sent(model) == [("system", "ONE"), ("user", "b")]
+        assert texts_of(fresh) == ["ONE", "b", "four"]
+        click(fresh, "#undo button")
+        assert texts_of(fresh) == ["ONE", "b", "two, three"]
+
+    def test_a_deleted_conversation_comes_back(self, fresh: Chromium, model: Model) -> None:
+        model.answers.append(stream({"content": "here"}))
+        send(fresh, "gone?")
+        before = names(fresh)
+        click(fresh, "#chat-list li .quiet")
+        assert names(fresh) == before[1:]
+        click(fresh, "#undo button")
+        assert names(fresh) == before
+        assert texts_of(fresh) == ["gone?", "here"]
+
+    def test_an_answer_that_breaks_off(self, fresh: Chromium, model: Model) -> None:
+        whole = stream({"content": "half"}, {"content": "way"})
+        model.answers.append(whole[: whole.index(b"way")])
+        send(fresh, "a")
+        assert texts_of(fresh) == ["a", "half"]
+        error = fresh.evaluate(f"{LAST}.querySelector('.bad').innerText")
+        assert error == "the answer broke off: the server closed the connection"
+        assert fresh.evaluate("document.querySelector('#said').textContent") == error, "announced once"
+        assert fresh.evaluate("document.querySelectorAll('#log [role=alert]').length") == 0
+
+    def test_what_is_in_sight_stays_there(self, fresh: Chromium, model: Model) -> None:
+        """An answer in four pieces, each drawn at once; the reader scrolls up behind the first."""
+        fresh.evaluate("""
+            window.places = [];
+            window.draws = window.requestAnimationFrame;
+            window.requestAnimationFrame = (draw) => {
+                draw();
+                const log = document.querySelector("#log");
+                if (places.length === 1) {
+                    log.scrollTop -= 300;
+                    log.dispatchEvent(new Event("scroll"));
+                }
+                places.push(Math.round(log.scrollHeight - log.scrollTop - log.clientHeight));
+            };
+        """)
+        model.answers.append(stream(*[{"content": "line\n" * 60 + "\n"}] * 4))
+        send(fresh, "a")
+        places = fresh.evaluate("window.requestAnimationFrame = window.draws; places")
+        assert places[0] == 0
+        assert places[1] == 300
+        assert places[-1] > places[1] + 1000
+        assert not fresh.evaluate("document.querySelector('#to-end').hidden")
+        click(fresh, "#to-end")
+        fresh.wait_for("document.querySelector('#to-end').hidden")
+
+    def test_code_that_grows_stays_the_same_node(self, fresh: Chromium, model: Model) -> None:
+        fresh.evaluate("""
+            window.nodes = new Set();
+            window.draws = window.requestAnimationFrame;
+            window.requestAnimationFrame = (draw) => {
+                draw();
+                nodes.add(document.querySelector(".prose code").firstChild);
+            };
+        """)
+        model.answers.append(stream(*({"content": piece} for piece in ("```py\nx", " = 1\ny", " = 2\n", "```\nend"))))
+        send(fresh, "a")
+        assert fresh.evaluate("window.requestAnimationFrame = window.draws; nodes.size") == 1
+        assert fresh.evaluate("document.querySelector('.prose code').textContent") == "x = 1\ny = 2"
+        assert fresh.evaluate("document.querySelector('.message > .prose').lastChild.textContent") == "end"
+
+    def test_the_keyboard_goes_on(self, fresh: Chromium, model: Model) -> None:
+        focus = "document.activeElement.id"
+        model.answers += [stream({"content": "a"}), stream({"content": "b"})]
+        fresh.evaluate("document.querySelector('#message').focus()")
+        fresh.call("Input.insertText", text="hello")
+        fresh.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", text="\r")
+        fresh.wait_for(f"{IDLE} && document.querySelectorAll('.message').length === 2")
+        assert fresh.evaluate(focus) == "message"
+        act(fresh, 1, "Regenerate")
+        assert fresh.evaluate(focus) == "message"
+        act(fresh, 0, "Edit")
+        fresh.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", code="Escape")
+        assert fresh.evaluate("document.activeElement.innerText") == "Edit"
+        assert fresh.evaluate("document.querySelector('.edit')") is None
+
+    def test_a_reload_and_another_tab_lose_nothing(self, fresh: Chromium, model: Model) -> None:
+        model.answers.append(stream({"content": "kept"}))
+        send(fresh, "first")
+        click(fresh, "#new-chat")
+        fill(fresh, "#chat-system", "s")
+        fill(fresh, "#message", "unsent")
+        fresh.call("Page.reload")
+        fresh.wait_for("document.querySelector('#link')?.dataset.state === 'live'")
+        fresh.wait_for("!document.querySelector('#chat-view').hidden")
+        assert fresh.evaluate("document.querySelectorAll('.message').length") == 0
+        assert fresh.evaluate("document.querySelector('#message').value") == "unsent"
+        assert fresh.evaluate("document.querySelector('#chat-system').value") == "s"
+        fill(fresh, "#message", "")
+        click(fresh, "#chat-list .chat-name")
+        assert texts_of(fresh) == ["first", "kept"]
+        fresh.evaluate("""(() => {
+            const kept = JSON.parse(localStorage.getItem("quire-chats"));
+            kept.push({id: "other", messages: [{role: "user", content: "of another tab"}]});
+            kept[0].messages.push({role: "user", content: "there"});
+            localStorage.setItem("quire-chats", JSON.stringify(kept));
+            dispatchEvent(new StorageEvent("storage", {key: "quire-chats"}));
+        })()""")
+        assert texts_of(fresh) == ["first", "kept", "there"]
+        assert "of another tab" in names(fresh)
+        model.answers.append(stream({"content": "both"}))
+        send(fresh, "")
+        assert "of another tab" in fresh.evaluate("localStorage.getItem('quire-chats')")
+        assert texts_of(fresh)[-1] == "both"

@@ -192,7 +192,7 @@ class TestInABrowser:
 
     def test_a_seed_is_sent_unless_its_box_is_empty(self, page: Chromium) -> None:
         curl = "document.querySelector('#curl').textContent"
-        assert '"seed":44' in page.evaluate(curl)
+        assert '"seed": 44' in page.evaluate(curl)
         page.evaluate("document.querySelector('#seed').value = ''")
         page.evaluate("document.querySelector('#try').dispatchEvent(new Event('input'))")
         assert "seed" not in page.evaluate(curl)

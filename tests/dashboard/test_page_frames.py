@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -186,7 +187,11 @@ class TestAdmin:
 
         def log(path: str, body: bytes) -> bytes:
             sent.append((path, body))
-            return msgspec.json.encode(LogLines([] if path.endswith("=1") else [self.LINE]))
+            if "after=1&process=new" in path:
+                return msgspec.json.encode(LogLines([], "new"))
+            if "after=1&process=old" in path:  # the server was started again, or another API process answers
+                return msgspec.json.encode(LogLines([msgspec.structs.replace(self.LINE, time=1.0)], "new"))
+            return msgspec.json.encode(LogLines([self.LINE], "old"))
 
         def abort(path: str, body: bytes) -> bytes:
             sent.append((path, body))
@@ -211,9 +216,22 @@ class TestAdmin:
             name = frame.kv.requests[0].request_id
             while ("/debug/abort", msgspec.json.encode({"request_id": name})) not in sent:
                 tab.evaluate("new Promise((done) => setTimeout(done, 20))")
-            while not any(path == "/debug/log?after=1" for path, _ in sent):
+            while not any(path == "/debug/log?after=1&process=new" for path, _ in sent):
                 tab.evaluate("new Promise((done) => setTimeout(done, 20))")
-            assert tab.evaluate("document.querySelectorAll('.line').length") == 1
+            times = tab.evaluate("[...document.querySelectorAll('.line')].map((line) => Number(line.dataset.time))")
+            assert times == [1.0, self.LINE.time], "each process has numbers of its own; the lines stand in their order"
+
+    def test_a_line_of_a_batch_has_no_end(self, tab: Chromium) -> None:
+        """Aborted, it would be asked again."""
+        driver = pressed_driver(1)
+        driver.add("line", [1, 2, 3], max_tokens=9, is_background=True)
+        driver.step()
+        answers = {"/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory([], is_admin=True))}
+        with shown(tab, frame_of(driver), answers):
+            tab.wait_for("document.querySelector('.end')")
+            assert tab.evaluate("document.querySelectorAll('.request').length") == 2
+            assert tab.evaluate("document.querySelectorAll('.end').length") == 1
+            assert "line of a batch" in text(tab, "#queues")
 
     def test_others_have_neither(self, tab: Chromium) -> None:
         driver = pressed_driver(1)
@@ -261,7 +279,8 @@ class TestPooling:
                 ["2. b", "0.000", "1.000"],
             ]
             assert text(tab, "#vectors-status").startswith("5 tokens in ")
-            assert '"input":["a <b>","b"]' in tab.evaluate("document.querySelector('#vectors-curl').textContent")
+            curl = tab.evaluate("document.querySelector('#vectors-curl').textContent")
+            assert json.loads(curl.split("-d '")[1].rstrip("'"))["input"] == ["a <b>", "b"]
 
     def test_labels(self, tab: Chromium) -> None:
         def classify(_path: str, body: bytes) -> bytes:

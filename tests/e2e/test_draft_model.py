@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from tests.e2e.conftest import GREEDY, Variant, exact, generate
 from tests.e2e.draft_models import changed, guesses_two_tokens, noisy, resized
 from tests.e2e.test_drafts import BORDERS, KINDS, PROMPTS, TORCH
-from tests.e2e.test_drafts_in_text import CONSTRAINTS, OPTIONS, VARIED, Engines, params
+from tests.e2e.test_drafts_in_text import CONSTRAINTS, OPTIONS, Engines, engines_of
 from tests.e2e.test_drafts_in_text import KINDS as KINDS_OF_TEXT
 from tests.e2e.test_drafts_in_text import PROMPTS as TEXTS
 from tests.e2e.test_restart import GUARD_SECONDS, compare, fates, open_engine, think
@@ -113,10 +113,11 @@ def test_in_chunks_with_few_blocks(
 
 
 ALL_KINDS = [*KINDS_OF_TEXT, *CONSTRAINTS]
-CELLS = [(f"native-{depth}", kind) for depth in (2, 1) for kind in ALL_KINDS]
-CELLS += [(f"torch-{1 + place % 2}", kind) for place, kind in enumerate(ALL_KINDS)]
-"""Engines (backend and queue depth) and kinds of requests. In torch a model takes long for each draft."""
-OFTEN = [("native-2", kind) for kind in ("stop strings", "samples", *CONSTRAINTS)]
+CELLS = sorted((f"native-{2 - place % 2}", kind) for place, kind in enumerate(ALL_KINDS))
+CELLS += sorted((f"torch-{1 + place % 2}", kind) for place, kind in enumerate(ALL_KINDS))
+"""Engines (backend and queue depth) and kinds of requests: each kind meets both backends and both depths, and both
+backends meet both depths. In torch a model takes long for each draft."""
+OFTEN = [cell for cell in CELLS if cell[0] == "native-2"]
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +130,13 @@ def engines(request: pytest.FixtureRequest, bundled_model_path: Path, tmp_path_f
         LLM(str(bundled_model_path), **options) as plain,
         LLM(str(bundled_model_path), **drafting(other, 4 if backend == "native" else 2), **options) as llm,
     ):
-        yield Engines(plain, llm, plain.generate(TEXTS, params(**VARIED), use_tqdm=False), {})
+        yield engines_of(plain, llm, backend)
 
 
 @pytest.mark.parametrize(("engines", "kind"), all_but_long(CELLS, OFTEN), indirect=["engines"])
 def test_requests_of_all_kinds(engines: Engines, kind: str) -> None:
     """Twice: the second time all prompts are in the prefix cache."""
-    asked = [params(**(KINDS_OF_TEXT | CONSTRAINTS)[kind](text)) for text in engines.usual]
+    asked = engines.asked(kind)
     expected = engines.plain.generate(TEXTS, asked, use_tqdm=False)
     for _ in range(2):
         accepted, drafts = engines.counts()

@@ -4,7 +4,7 @@ drafts that were accepted and others that were rejected."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from tests.e2e.conftest import exact
 from tests.fakes.drafts import RandomDrafts
 from tests.long import all_but_long
 
-NUM_DRAFTS, NUM_TOKENS = 4, 40
+NUM_DRAFTS, NUM_TOKENS, NUM_TOKENS_OF_TORCH = 4, 40, 24
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": NUM_DRAFTS,
@@ -61,6 +61,12 @@ class Engines(NamedTuple):
     drafting: LLM
     usual: list[RequestOutput]
     expected: dict[str, list[RequestOutput]]
+    num_tokens: int
+
+    def asked(self, kind: str) -> list[SamplingParams]:
+        """One request for each of PROMPTS."""
+        make = (KINDS | CONSTRAINTS)[kind]
+        return [params(**{"max_tokens": self.num_tokens, **make(text)}) for text in self.usual]
 
     def counts(self) -> tuple[int, int]:
         """Drafts that were accepted, and all."""
@@ -68,7 +74,13 @@ class Engines(NamedTuple):
         return stats["accepted_draft_tokens_total"], stats["draft_tokens_total"]
 
 
-@pytest.fixture(scope="module", params=all_but_long(["native-2", "torch-1", "native-1", "torch-2"], ["native-2"]))
+def engines_of(plain: LLM, drafting: LLM, backend: str) -> Engines:
+    num_tokens = NUM_TOKENS if backend == "native" else NUM_TOKENS_OF_TORCH
+    usual = plain.generate(PROMPTS, params(**VARIED | {"max_tokens": num_tokens}), use_tqdm=False)
+    return Engines(plain, drafting, usual, {}, num_tokens)
+
+
+@pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest, bundled_model_path: Path) -> Iterator[Engines]:
     backend, _, depth = request.param.partition("-")
     options = {"attention_backend": backend, "queue_depth": int(depth), **OPTIONS}
@@ -76,7 +88,7 @@ def engines(request: pytest.FixtureRequest, bundled_model_path: Path) -> Iterato
         LLM(str(bundled_model_path), **options) as plain,
         LLM(str(bundled_model_path), speculative_config=NGRAM, **options) as drafting,
     ):
-        yield Engines(plain, drafting, plain.generate(PROMPTS, params(**VARIED), use_tqdm=False), {})
+        yield engines_of(plain, drafting, backend)
 
 
 def params(**fields: Any) -> SamplingParams:
@@ -136,16 +148,53 @@ CONSTRAINTS: dict[str, Callable[[RequestOutput], dict[str, Any]]] = {
 }
 
 
-CELLS = [*product(KINDS, ["found", "random"]), *product(CONSTRAINTS, ["found"])]
+CELLS = [
+    ("native-2", "stop strings", "found"),
+    ("native-2", "penalties", "found"),
+    ("native-2", "a number of drafts", "random"),
+    ("native-2", "a pattern", "found"),
+    ("native-2", "a schema that forces", "found"),
+    ("native-1", "stop tokens", "found"),
+    ("native-1", "samples", "random"),
+    ("native-1", "a budget", "found"),
+    ("native-1", "a schema, sampled", "found"),
+    ("native-1", "a pattern and penalties", "found"),
+    ("torch-1", "stop strings", "random"),
+    ("torch-1", "penalties", "random"),
+    ("torch-1", "a number of drafts", "found"),
+    ("torch-1", "a pattern", "found"),
+    ("torch-1", "a schema that forces", "found"),
+    ("torch-2", "stop tokens", "random"),
+    ("torch-2", "samples", "found"),
+    ("torch-2", "a budget", "random"),
+    ("torch-2", "a schema, sampled", "found"),
+    ("torch-2", "a pattern and penalties", "found"),
+]
+"""Engines (backend and queue depth), kinds of requests, drafters. Each kind meets both drafters (a constraint: the one
+that it has), both backends and both depths, each drafter both backends and depths, each backend both depths."""
 
 
-@pytest.mark.parametrize(("kind", "drafter"), CELLS)
+def test_each_pair_is_tried() -> None:
+    pairs = {pair for engine, *others in CELLS for pair in combinations((*engine.split("-"), *others), 2)}
+    for backend, depth in product(("native", "torch"), "12"):
+        assert (backend, depth) in pairs
+        for other in (*KINDS, *CONSTRAINTS, "found", "random"):
+            assert {(backend, other), (depth, other)} <= pairs
+    assert pairs >= {*product(KINDS, ("found", "random")), *product(CONSTRAINTS, ("found",))}
+
+
+@pytest.mark.parametrize(
+    ("engines", "kind", "drafter"),
+    all_but_long(CELLS, [cell for cell in CELLS if cell[0] == "native-2"]),
+    indirect=["engines"],
+)
 def test_the_text_without_drafts(engines: Engines, kind: str, drafter: str) -> None:
     """Twice: the second time all prompts are in the prefix cache."""
     drafting = engines.drafting
-    asked = [*(params(**(KINDS | CONSTRAINTS)[kind](text)) for text in engines.usual), SEEDED]
+    seeded = msgspec.structs.replace(SEEDED, max_tokens=engines.num_tokens)
     if kind in CONSTRAINTS:
-        asked[-1] = msgspec.structs.replace(SEEDED, structured_outputs=BEHIND_A_MARK)
+        seeded = msgspec.structs.replace(seeded, structured_outputs=BEHIND_A_MARK)
+    asked = [*engines.asked(kind), seeded]
     prompts = [*PROMPTS, "print"]
     if kind not in engines.expected:
         engines.expected[kind] = engines.plain.generate(prompts, asked, use_tqdm=False)
@@ -172,6 +221,7 @@ def test_the_text_without_drafts(engines: Engines, kind: str, drafter: str) -> N
     assert drafting.stats()["prefix_cache_hits_total"] > hits
 
 
+@pytest.mark.parametrize("engines", all_but_long(["native-2", "torch-1"], ["native-2"]), indirect=True)
 def test_a_request_without_drafts(engines: Engines) -> None:
     before = engines.counts()
     asked = msgspec.structs.replace(SEEDED, num_speculative_tokens=0)

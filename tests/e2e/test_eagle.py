@@ -38,6 +38,7 @@ class Case:
     twin: HeadTwin
     head: str = ""
     model: Any = None
+    name: str = ""
 
     @property
     def drafts(self) -> dict[str, Any]:
@@ -69,9 +70,8 @@ def saved(name: str, directory: Path, tokens: tuple[int, int] = GUESSED, **sizes
         twin.weights["lm_head"][rows[0]] *= 8
         twin.weights["lm_head"][rows[1]] = -twin.weights["lm_head"][rows[0]]
     head = twin.save(directory / "head", directory / "model")
-    return replace(
-        case, variant=replace(case.variant, directory=str(directory / "model")), twin=twin, head=str(head), model=model
-    )
+    variant = replace(case.variant, directory=str(directory / "model"))
+    return replace(case, variant=variant, twin=twin, head=str(head), model=model, name=name)
 
 
 @pytest.fixture(scope="module", params=all_but_long(CASES, ["eagle3", "eagle"]))
@@ -94,13 +94,17 @@ def test_equal_bits(case: Case, plain: list[object], queue_depth: int) -> None:
     assert stats["prefix_cache_hits_total"] > 0
 
 
-@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], []))
-def test_in_chunks_with_few_blocks(case: Case, plain: list[object], queue_depth: int) -> None:
-    few = {"block_size": 8, "max_prefill_chunk": 11, "queue_depth": queue_depth, "num_blocks_override": 30}
-    stats = check(case, plain, preemption_mode="swap", swap_space="1MiB", **few)
-    assert stats["swap_preemptions_total"] > 0
+@pytest.mark.parametrize("mode", all_but_long(["swap", "recompute"], []))
+def test_in_chunks_with_few_blocks(case: Case, plain: list[object], mode: str) -> None:
+    """Heads take turns in which of both has two steps in flight."""
+    turn = [*CASES].index(case.name) + (mode == "recompute")
+    few: dict[str, Any] = {"block_size": 8, "max_prefill_chunk": 11, "num_blocks_override": 30}
+    few |= {"queue_depth": 1 + turn % 2}
+    if mode == "swap":
+        few |= {"preemption_mode": "swap", "swap_space": "1MiB"}
     stats = check(case, plain, **few)
     assert stats["preemptions_total"] > 0
+    assert (stats["swap_preemptions_total"] > 0) == (mode == "swap")
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -68,13 +69,17 @@ def test_equal_bits(model: Variant, plain: list[object], queue_depth: int) -> No
     assert stats["prefix_cache_hits_total"] > 0
 
 
-@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
-def test_in_chunks_with_few_blocks(model: Variant, plain: list[object], queue_depth: int) -> None:
-    few = {"block_size": 8, "max_prefill_chunk": 11, "queue_depth": queue_depth, "num_blocks_override": 30}
-    stats = check(model, plain, preemption_mode="swap", swap_space="1MiB", **few)
-    assert stats["swap_preemptions_total"] > 0
+@pytest.mark.parametrize("mode", all_but_long(["swap", "recompute"], ["recompute"]))
+def test_in_chunks_with_few_blocks(model: Variant, plain: list[object], mode: str) -> None:
+    """Models take turns in which of both has two steps in flight."""
+    turn = [each.family for each in HEADS.values()].index(model.family) + (mode == "recompute")
+    few: dict[str, Any] = {"block_size": 8, "max_prefill_chunk": 11, "num_blocks_override": 30}
+    few |= {"queue_depth": 1 + turn % 2}
+    if mode == "swap":
+        few |= {"preemption_mode": "swap", "swap_space": "1MiB"}
     stats = check(model, plain, **few)
     assert stats["preemptions_total"] > 0
+    assert (stats["swap_preemptions_total"] > 0) == (mode == "swap")
 
 
 @pytest.mark.parametrize("depth", all_but_long([1, 2], [2]))

@@ -3,6 +3,8 @@ on a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from quire import LLM
 from quire.config.options import EngineOptions
 from tests.e2e.conftest import GREEDY, Variant, exact, generate
 from tests.e2e.test_drafts import KINDS, TORCH
-from tests.e2e.test_drafts_on_device import EAGER, GRAPHS, OPTIONS, SHORT, run
+from tests.e2e.test_drafts_on_device import EAGER, GRAPHS, OPTIONS, SHORT, run, run_plainly
 from tests.e2e.test_eagle import saved as saved_eagle
 from tests.e2e.test_head_drafts import MTP, leaning
 from tests.long import all_but_long
@@ -25,8 +27,16 @@ HEADS = ("eagle3", "eagle", "dense", "deepseek-v3")
 FEWER = [msgspec.structs.replace(kind, max_tokens=10) for kind in KINDS]
 
 
-def saved(name: str, directory: Path) -> tuple[str, dict[str, Any]]:
+Saved = Callable[[str], tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Directory of a model, and `speculative_config` of its head."""
+    return cache(lambda name: save(name, tmp_path_factory.mktemp(name)))
+
+
+def save(name: str, directory: Path) -> tuple[str, dict[str, Any]]:
     if name.startswith("eagle"):
         case = saved_eagle(name, directory)
         return str(case.variant.directory), case.drafts
@@ -37,18 +47,18 @@ def saved(name: str, directory: Path) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
 @pytest.mark.parametrize("name", all_but_long(HEADS, ["eagle3"]))
-def test_equal_bits(name: str, queue_depth: int, tmp_path: Path) -> None:
-    directory, given = saved(name, tmp_path)
+def test_equal_bits(name: str, queue_depth: int, saved: Saved) -> None:
+    directory, given = saved(name)
     kinds, options = FEWER[:2], {"queue_depth": queue_depth, "max_prefill_chunk": 11}
     found, stats = run(directory, kinds, speculative_config=given, **options)
-    assert found == run(directory, kinds, **options)[0]
+    assert found == run_plainly(directory, kinds, **options)
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
 
 
 @pytest.mark.parametrize("name", all_but_long(HEADS, ["dense"]))
-def test_as_many_are_right_as_on_a_cpu(name: str, tmp_path: Path) -> None:
+def test_as_many_are_right_as_on_a_cpu(name: str, saved: Saved) -> None:
     """In each place behind a text, whose prompt comes in chunks."""
-    directory, given = saved(name, tmp_path)
+    directory, given = saved(name)
     prompts, asked = random_prompts([21, 13], 97, seed=11), [msgspec.structs.replace(GREEDY, max_tokens=20)] * 2
     options = {"queue_depth": 1, "max_prefill_chunk": 8, "speculative_config": {**given, "adaptive": False}}
     found, stats = run(directory, asked, prompts=prompts, **options)
@@ -62,9 +72,9 @@ def test_as_many_are_right_as_on_a_cpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", HEADS)
-def test_interpreted_kernels(name: str, tmp_path: Path) -> None:
+def test_interpreted_kernels(name: str, saved: Saved) -> None:
     """Beside graphs of the model, whose results a head reads."""
-    directory, given = saved(name, tmp_path)
+    directory, given = saved(name)
     options = {"batch_invariant": True, "max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 32}
     prompts = [[7, 5, 7, 5, 7], [9, 8, 6]]
     expected, _ = run(directory, SHORT, EAGER, prompts, **options)
@@ -79,9 +89,9 @@ def test_interpreted_kernels(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_where_prompts_meet(tmp_path: Path) -> None:
+def test_where_prompts_meet(saved: Saved) -> None:
     """Prefix hits, children, preemptions, and sequences that end while the next step runs."""
-    directory, given = saved("eagle", tmp_path)
+    directory, given = saved("eagle")
     kinds = FEWER[:4]
     options: dict[str, Any] = {"num_blocks_override": 24, "max_prefill_chunk": 11}
     found, stats = run(directory, kinds, speculative_config=given, **options)

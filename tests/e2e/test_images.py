@@ -330,6 +330,21 @@ def test_forms_of_a_picture(llm: LLM, expected: list[list[int]]) -> None:
         assert tokens(llm, [given]) == expected[:1]
 
 
+def test_options_of_a_call(llm: LLM) -> None:
+    """Of a prompt, and of all prompts of a call that have none; within the engine's."""
+    few, many = {"max_pixels": 600}, {"max_pixels": 10**6}
+    wide = prompt(5, WIDE)
+    for given, options, count in (
+        ({**wide, "mm_processor_kwargs": few}, {}, 8),
+        (wide, {"mm_processor_kwargs": few}, 8),
+        ({**wide, "mm_processor_kwargs": many}, {"mm_processor_kwargs": few}, 18),
+        (wide, {"mm_processor_kwargs": many}, 18),
+        (wide, {"mm_processor_kwargs": None}, 18),
+    ):
+        (output,) = llm.generate([given], GREEDY, use_tqdm=False, **options)
+        assert (output.prompt_token_ids or []).count(IMAGE_TOKEN) == count
+
+
 def test_pictures_by_their_names(llm: LLM, expected: list[list[int]]) -> None:
     """A name finds the picture that was sent last under it, in the same salt, in every form of a picture."""
     image, other = (prompt(5, 6, 7, each, 8, 9) for each in (WIDE, TALL))
@@ -378,9 +393,10 @@ def test_features_of_a_client(directory: Path, model: PreTrainedModel, expected:
         ({"multi_modal_data": {"image": [b"x"]}}, "damaged", "multi_modal_data.image[0]"),
         ({"multi_modal_data": {"image": draw(1, size=(900, 2))}}, "200 times", "multi_modal_data.image[0]"),
         ({"multi_modal_data": {"audio": [1]}}, "multi_modal_data.audio is not supported", "multi_modal_data.audio"),
-        ({"multi_modal_data": {"video": [1]}}, "videos are not supported: those of", "multi_modal_data.video[0]"),
+        ({"multi_modal_data": {"video": [1]}}, "this model takes no videos", "multi_modal_data.video[0]"),
         ({"multi_modal_data": [WIDE]}, "must be an object", "multi_modal_data"),
-        ({"mm_processor_kwargs": {"max_pixels": 5}}, "mm_processor_kwargs is not supported", "mm_processor_kwargs"),
+        ({"mm_processor_kwargs": {"pixels": 5}}, "mm_processor_kwargs has no 'pixels'", "mm_processor_kwargs"),
+        ({"mm_processor_kwargs": 5}, "mm_processor_kwargs must be an object", "mm_processor_kwargs"),
         ({"multi_modal_uuids": {"image": ["a", "b"]}}, "2 names for 1 images", "multi_modal_uuids.image"),
         ({"multi_modal_uuids": {"video": ["a"]}}, "videos have no uuid", "multi_modal_uuids.video"),
         ({"multi_modal_uuids": {"image": [""]}}, "1 to 1024 characters", "multi_modal_data.image[0]"),
@@ -404,7 +420,7 @@ def test_a_model_without_settings_of_images_is_one_of_text(
         assert tokens(llm, [PROMPTS[3]]) == [expected[3]]
         with pytest.raises(UserError, match=r"has no preprocessor_config\.json"):
             tokens(llm, [PROMPTS[0]])
-        with pytest.raises(UserError, match="multi_modal_data is not supported"):
+        with pytest.raises(UserError, match="multi_modal_data is not supported: a registered prefix is text"):
             llm.register_prefix(PROMPTS[0])  # type: ignore[arg-type]
 
 
@@ -505,12 +521,18 @@ def test_a_chat_with_pictures(chatting: LLM, model: PreTrainedModel) -> None:
             {"type": "image_url", "image_url": {"url": "data:,", "detail": "much"}},
             r"content\[0\]\.image_url: detail must be one of",
         ),
-        ({"type": "video_url", "video_url": {"url": "x"}}, "a video must be|this model's videos are not supported"),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "this model takes no videos"),
     ],
 )
 def test_parts_that_are_refused(chatting: LLM, part: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         chatting.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
+
+
+def test_options_of_a_chat(chatting: LLM) -> None:
+    messages = [{"role": "user", "content": [{"type": "image_pil", "image_pil": WIDE}]}]
+    (output,) = chatting.chat(messages, GREEDY, use_tqdm=False, mm_processor_kwargs={"max_pixels": 600})
+    assert (output.prompt_token_ids or []).count(IMAGE_TOKEN) == 8
 
 
 def test_a_template_that_takes_text_alone_refuses_pictures(chatting: LLM) -> None:

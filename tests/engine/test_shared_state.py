@@ -47,8 +47,8 @@ def test_loads_are_sums_and_end_with_their_process(tmp_path: Path) -> None:
         backlog.add_request(str(number), 10)
         clock.advance(0.1)
         backlog.note_progress([str(number)])
-    first.loads.publish(3, 2, 400, backlog.progress)
-    second.loads.publish(1, 1, 100, backlog.progress)
+    first.loads.publish(3, 2, 1, 400, backlog.progress)
+    second.loads.publish(1, 1, 1, 100, backlog.progress)
     for state in (first, second, parent):
         assert (state.loads.num_unfinished, state.loads.num_pending, state.loads.num_tokens) == (4, 3, 500)
         assert state.loads.queue_seconds == pytest.approx(2.5, rel=0.02), "200 tokens a second"

@@ -74,6 +74,8 @@ class Episode:
         self.num_pinned_to_the_end = 0
         self._load = rng.choice([0.1, 0.4, 1.0])
         """Requests that arrive in a step, on average."""
+        self._share_of_lines = rng.choice([0.0, 0.0, 0.5])
+        """Requests in the background."""
 
     def _make_driver(self, config: EngineConfig) -> CoreDriver:
         return CoreDriver(config, nonfinite_token=self._nonfinite_token)
@@ -197,6 +199,7 @@ class Episode:
             salt=rng.choice(["", "", "", "tenant"]),
             priority=rng.choice([0, 0, 0, -1, 1, 2]),
             timeout_s=rng.choice([None, None, None, None, rng.uniform(0.01, 0.6)]),
+            is_background=rng.random() < self._share_of_lines,
             **request,
         )
 

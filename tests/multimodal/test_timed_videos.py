@@ -17,7 +17,8 @@ import pytest
 from transformers.video_utils import VideoMetadata
 
 from quire.config.media import VideoOptions
-from quire.errors import ModelLoadError, PromptTooLongError, UserError
+from quire.errors import ConfigError, ModelLoadError, PromptTooLongError, UserError
+from quire.multimodal.inputs import MediaOptions, VideoInputs
 from quire.multimodal.processors import read_qwen_processor
 from quire.multimodal.video_marks import ReadyVideo, VideoRuns
 from quire.multimodal.videos import (
@@ -130,6 +131,26 @@ def test_a_file(tmp_path: Path) -> None:
     assert ready.parts[1].pixels == np.stack([np.asarray(FRAMES[each]) for each in (3, 4)]).tobytes()
     answer = prepare_video(msgspec.json.encode(VideoJob(made, "x")).decode(), data)
     assert msgspec.msgpack.decode(answer, type=ReadyVideo) == ready
+
+
+def test_options_of_a_request(tmp_path: Path) -> None:
+    made = processor(tmp_path)
+    inputs = VideoInputs(made, VideoRuns(9))
+    assert inputs.processor_of(MediaOptions.of({}, {"image": {}})) == made
+    asked = inputs.processor_of(MediaOptions.of({"max_pixels": 640}, {"video": {"num_frames": 6}}))
+    assert (asked.image.max_pixels, asked.fps, asked.num_frames) == (640, None, 6)
+    rows, columns = asked.target_size(6, 80, 80, "x")
+    assert rows * columns <= 640
+    assert inputs.processor_of(MediaOptions.of({"max_pixels": 10**9})).image == made.image, "within the server's"
+    for wrong in (
+        {"fps": 0.0},
+        {"num_frames": 0},
+        {"num_frames": 2**15 + 1},
+        {"fps": 1.0, "num_frames": 2},
+        {"codec": 1},
+    ):
+        with pytest.raises(ConfigError, match=r"media_io_kwargs\.video"):
+            MediaOptions.of(None, {"video": wrong})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from quire.parsers.registry import (
     reasoning_format,
     tool_format,
 )
-from tests.long import all_but_long
 from tests.parsers.driver import Joined, counting_ids, cut, make_parser, parse
 from tests.parsers.writers import WRITERS, Writer
 
@@ -86,13 +85,20 @@ def test_no_reasoning() -> None:
 
 
 MENTION = "<tool_call> or <｜DSML｜tool_calls> or [TOOL] or <|tool_calls_section_begin|> begins one, <tool_call>\n"
+CALLERS = [(name, writer) for name, writer in WRITERS if TOOL_FORMATS[name].channels is None]
 CALLING = [
     pytest.param(name, writer, id=f"{name}-{number}", marks=pytest.mark.long if number % 3 else ())
-    for number, (name, writer) in enumerate(WRITERS)
-    if TOOL_FORMATS[name].channels is None
+    for number, (name, writer) in enumerate(CALLERS)
 ]
-STEPS = all_but_long([3, 1], [3])
-"""Of borders: six texts of each format begin alike, so that every place is one, in one of them."""
+CUT = [
+    *(pytest.param(name, writer, 3, id=f"{name}-{number}") for number, (name, writer) in enumerate(CALLERS[::3])),
+    *(
+        pytest.param(name, writer, 1, id=f"{name}-{number}-all", marks=pytest.mark.long)
+        for number, (name, writer) in enumerate(CALLERS)
+    ),
+]
+"""The last value is the step from border to border. Of each format every place is one; in `make test` of some formats
+every third, and six texts of each begin alike, so that every place is one in one of them."""
 SCHEMAS: dict[str, Any] = {"f": {"properties": {"a": {"type": "string"}}}, "g": {}}
 
 
@@ -108,8 +114,7 @@ def read(name: str, reasoning: str, text: str, thought: Thought = Thought.FREE, 
     return whole
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("name", "writer"), CALLING)
+@pytest.mark.parametrize(("name", "writer", "step"), CUT)
 def test_calls_inside_thoughts(name: str, writer: Writer, step: int) -> None:
     """They are found, and what else stands before the end mark is reasoning, if that comes."""
     start, end = "<think>", "</think>"
@@ -138,8 +143,7 @@ def test_calls_inside_thoughts_of_each_format(reasoning: str) -> None:
         assert read(name, reasoning, start + text) == found
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("name", "writer"), CALLING)
+@pytest.mark.parametrize(("name", "writer", "step"), CUT)
 def test_mentions_of_marks_inside_thoughts(name: str, writer: Writer, step: int) -> None:
     call, form = writer([("f", {"a": "x"})]), TOOL_FORMATS[name]
     mention = MENTION + " ".join(f"{mark}, " for mark in form.markers) + '{"name": "h"} [h(1)] '

@@ -197,3 +197,45 @@ def test_a_preempted_line_that_waits_holds_up_no_other(is_background: bool, rese
     request.deferral = Deferral("adapter", 0, lambda: True, reserves_slots=reserves_slots)
     driver.step()
     assert running(driver) == (["next"] if is_background and not reserves_slots else [])
+
+
+def with_deferred(queue_depth: int = 1, **deferral: object) -> tuple[CoreDriver, list[str]]:
+    """Two running lines, with all request slots, and a live request that is deferred until the list is empty."""
+    driver = CoreDriver(make_config(max_num_seqs=2, queue_depth=queue_depth, max_num_batched_tokens=16))
+    for name in ("line1", "line2"):
+        driver.add(name, prompt(6), max_tokens=20, is_background=True)
+    for _ in range(4):
+        driver.step()
+    driver.add("deferred", prompt(4, 5), max_tokens=6)
+    awaited = ["event"]
+    driver.scheduler._requests["deferred"].deferral = Deferral("any", 2, lambda: bool(awaited), **deferral)  # type: ignore[arg-type]
+    return driver, awaited
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+@pytest.mark.parametrize("reserves_slots", [False, True])
+def test_a_live_request_behind_a_deferred_one_takes_the_place_of_a_line(reserves_slots: bool, queue_depth: int) -> None:
+    driver, awaited = with_deferred(queue_depth, reserves_slots=reserves_slots)
+    driver.add("live", prompt(4, 9), max_tokens=6)
+    driver.step()
+    driver.step()
+    assert running(driver) == (["live"] if reserves_slots else ["live", "line1"])
+    awaited.clear()
+    driver.run()
+    assert {name for name, _ in list(driver.finished)[:2]} == {"live", "deferred"}
+    for name in ("line1", "line2"):
+        assert driver.tokens[name, 0] == generate_alone(prompt(6), max_tokens=20)[0]
+
+
+@pytest.mark.parametrize("length", [15, 16])
+def test_a_line_goes_on_until_a_prompt_behind_a_deferred_one_fits_into_a_step(length: int) -> None:
+    """Such a prompt starts as a whole or not at all: beside one line the budget of 16 tokens has room for 15."""
+    driver, awaited = with_deferred(reserves_slots=False)
+    driver.add("live", prompt(length, 9), max_tokens=6)
+    for _ in range(3):
+        driver.step()
+    assert ("live" in running(driver)) is (length == 15)
+    assert len(running(driver)) == 2
+    awaited.clear()
+    driver.run()
+    assert len(driver.finished) == 4

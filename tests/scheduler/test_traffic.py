@@ -8,7 +8,7 @@ NUM_STEPS = 2000
 
 
 def test_random_traffic() -> None:
-    totals = run_traffic(1, NUM_STEPS)
+    totals = run_traffic(2, NUM_STEPS)
     assert totals["engine_steps"] >= NUM_STEPS
     # What is to be crossed does happen, not just now and then.
     missing = {name: totals[name] for name, least in EXERCISED.items() if totals[name] < least * NUM_STEPS}

@@ -1,4 +1,5 @@
-"""A server that runs as users run it: in a process of its own."""
+"""A server that runs as users run it: in a process of its own. Its engines and API processes are copies of it, which
+have imported what they need (tests/copied_interpreter.py); fresh ones are those of the command line's tests."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ import psutil
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys
+from tests.copied_interpreter import copy_children
+copy_children("quire.engine.process", "quire.server.run", "tests.server.executor")
 from quire.config.options import EngineOptions
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
@@ -97,8 +100,8 @@ class Process:
 
 
 def _name(process: psutil.Process) -> str:
-    """What lists of processes show; empty for one that has ended."""
+    """What `top` shows; empty for one that has ended."""
     try:
-        return "".join(process.cmdline()[-1:])
+        return process.name()
     except psutil.NoSuchProcess:
         return ""

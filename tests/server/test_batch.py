@@ -163,6 +163,15 @@ async def test_a_second_line_with_a_custom_id_is_refused(local: Served) -> None:
     await local.until_idle()
 
 
+async def test_a_large_line_keeps_its_place(local: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.batch.LARGE_BYTES", 200)
+    lines = [line(0, prompt="=a", user="u" * 300), line(0, prompt="=b"), line(1, user="u" * 300, max_tokens=-1)]
+    found = await answers(local, lines)
+    assert [each["error"] and each["error"]["code"] for each in found][:2] == [None, "duplicate_custom_id"]
+    assert found[2]["response"]["status_code"] == 400
+    await local.until_idle()
+
+
 async def test_the_file_is_read_no_further_than_is_answered(local: Served) -> None:
     num_read = 0
 

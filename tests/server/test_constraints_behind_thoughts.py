@@ -74,9 +74,14 @@ ALL_THINKERS = ["qwen3", "deepseek_r1", "qwen3 special", "qwen3 one token", "gra
 OFTEN = [("qwen3", HELD), ("deepseek_r1", HELD[:2]), ("gemma4 special", HELD[:2])]
 """All constraints behind the thoughts of one model, and calls behind those of others."""
 REST = [
-    pytest.param(name, HELD[2:] if (name, HELD[:2]) in OFTEN else HELD, marks=pytest.mark.long)
-    for name in ALL_THINKERS[1:]
+    pytest.param(
+        name,
+        ([] if (name, HELD[:2]) in OFTEN else HELD[:2]) + [HELD[2 + place % 6], HELD[2 + (place + 3) % 6]],
+        marks=pytest.mark.long,
+    )
+    for place, name in enumerate(ALL_THINKERS[1:])
 ]
+"""Calls behind the thoughts of each other model, and two more constraints, so that each meets another model."""
 
 
 @pytest.mark.parametrize(

@@ -168,12 +168,12 @@ async def test_responses_of_lines_belong_to_their_key(served: Served) -> None:
     one, two = client_of(served), client_of(served, "two")
     before = await one.responses.create(model="tiny", input="=before")
 
-    async def answered(client: openai.AsyncOpenAI) -> Any:
-        fields = {"input": "=line", "previous_response_id": before.id, "prompt": UNSET, "max_tokens": UNSET}
+    async def answered(client: openai.AsyncOpenAI, **more: Any) -> Any:
+        fields = {"input": "=line", "previous_response_id": before.id, "prompt": UNSET, "max_tokens": UNSET, **more}
         batch = await begin(client, line(0, "/v1/responses", **fields), endpoint="/v1/responses")
         return await ended(client, batch.id)
 
-    found = await answered(one)
+    found = await answered(one, store=True)
     [answer] = await results(one, found.output_file_id)
     response_id = answer["response"]["body"]["id"]
     assert (await one.responses.retrieve(response_id)).previous_response_id == before.id
@@ -181,6 +181,10 @@ async def test_responses_of_lines_belong_to_their_key(served: Served) -> None:
         await two.responses.retrieve(response_id)
     [error] = await results(two, (await answered(two)).error_file_id)
     assert error["error"]["code"] == "previous_response_not_found"
+    [answer] = await results(one, (await answered(one)).output_file_id)
+    assert answer["response"]["body"]["store"] is False
+    with pytest.raises(openai.NotFoundError):  # its answer is in the file
+        await one.responses.retrieve(answer["response"]["body"]["id"])
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a\r\nX: y", "<b>.html", "ü.jsonl", ""])
@@ -399,14 +403,17 @@ async def test_lines_have_the_limits_of_their_owner(model_path: Path, tmp_path: 
 
 
 async def test_an_aborted_line_is_asked_again(model_path: Path, tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, enable_admin_routes=True)
+    settings = settings_of(tmp_path, enable_admin_routes=True, admin_api_key=["root"])
     async with serving(model_path, settings, executor="slow", live=True) as served:
         served.context.start()
         client = client_of(served)
         batch = await begin(client, requests(2, prompt="abc", max_tokens=40))
         async with asyncio.timeout(30):
             await served.until_running(2)
-        headers = {"Authorization": "Bearer one"}
+        headers = {"Authorization": "Bearer root"}
+        name = (await served.client.get("/debug/kv", headers=headers)).json()["kv"]["requests"][0]["request_id"]
+        refused = await served.client.post("/debug/abort", json={"request_id": name}, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "line_of_a_batch")
         assert (await served.client.post("/pause?mode=abort", headers=headers)).status_code == 200
         assert (await client.batches.retrieve(batch.id)).status == "in_progress"
         assert (await served.client.post("/resume", headers=headers)).status_code == 200
@@ -418,7 +425,7 @@ async def test_an_aborted_line_is_asked_again(model_path: Path, tmp_path: Path) 
 
 
 async def test_no_live_request_waits_for_a_line(model_path: Path, tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, max_num_queued=1)
+    settings = settings_of(tmp_path, max_num_queued=2)
     async with serving(model_path, settings, executor="slow", live=True, max_num_seqs=2) as served:
         served.context.start()
         client = client_of(served)
@@ -431,6 +438,37 @@ async def test_no_live_request_waits_for_a_line(model_path: Path, tmp_path: Path
         assert (await client.batches.retrieve(batch.id)).request_counts.completed == 0
         await client.batches.cancel(batch.id)
         assert (await ended(client, batch.id)).status == "cancelled"
+        served.context.drain()
+
+
+async def test_lines_have_a_share_of_the_slots_and_do_not_count_as_waiting(model_path: Path, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, max_num_queued=1)
+    async with serving(model_path, settings, executor="slow", live=True, max_num_seqs=4) as served:
+        served.context.start()
+        client = client_of(served)
+        batch = await begin(client, requests(2, prompt=["abc"] * 3, max_tokens=200))
+        live: list[asyncio.Task[Any]] = []
+        async with asyncio.timeout(30):
+            while (await served.engine.stats()).num_running_in_background < 3:
+                await asyncio.sleep(0.005)
+            for _ in range(20):  # none more comes
+                assert (await served.engine.stats()).num_running_in_background == 3
+                await asyncio.sleep(0.005)
+            for number in range(1, 6):
+                create = client_of(served, "two").completions.create
+                live.append(asyncio.ensure_future(create(model="tiny", prompt="abc", max_tokens=200)))
+                while served.engine._session.control.num_running_live < min(number, 4):
+                    await asyncio.sleep(0.005)
+            while served.engine.num_waiting != 1:
+                await asyncio.sleep(0.005)
+            assert served.engine.num_pending > 5
+            with pytest.raises(openai.RateLimitError, match="1 requests wait"):
+                await create(model="tiny", prompt="abc")
+            for task in live:
+                task.cancel()
+            await asyncio.gather(*live, return_exceptions=True)
+            await client.batches.cancel(batch.id)
+            await ended(client, batch.id)
         served.context.drain()
 
 
@@ -480,6 +518,30 @@ def test_the_directory_is_the_owners_alone(tmp_path: Path) -> None:
 def test_wrong_settings(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerSettings(**changes)
+
+
+async def test_uploads_of_one_key_leave_room_for_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.uploads.MAX_UPLOADS_OF_KEY", 1)
+    headers = {"Authorization": "Bearer one", "Content-Type": "multipart/form-data; boundary=b"}
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield FORM[:20]
+        has_begun.set()
+        await may_end.wait()
+        yield FORM[20:]
+
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        first = asyncio.ensure_future(client.post("/v1/files", content=slow(), headers=headers))
+        await has_begun.wait()
+        while (refused := await client.post("/v1/files", content=FORM, headers=headers)).status_code == 200:
+            await asyncio.sleep(0.01)
+        assert (refused.status_code, "of this API key" in refused.text) == (429, True)
+        others = await client.post("/v1/files", content=FORM, headers={**headers, "Authorization": "Bearer two"})
+        assert others.status_code == 200
+        may_end.set()
+        assert (await first).status_code == 200
+        assert (await client.post("/v1/files", content=FORM, headers=headers)).status_code == 200
 
 
 async def test_a_full_disk_is_told(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+import json
 import os
 import time
 from pathlib import Path
@@ -9,14 +12,20 @@ from typing import Any
 
 import pytest
 
+from quire.errors import ConfigError
 from quire.server import batch_runner, batch_store, file_store
 from quire.server.batch_check import check_input
+from quire.server.batch_ends import undone
+from quire.server.batch_lines import AnsweredLine
 from quire.server.batch_store import Batches
 from quire.server.errors import ApiError
 from quire.server.file_store import FileStore, Quotas, Space, StoredFile, held, read_or_none, write_whole
+from quire.server.files import CHUNK_BYTES, OpenFile
 from quire.server.protocol.files import MOST_EXPIRY, BatchRequest
-from tests.server.conftest import serving
-from tests.server.test_files import begin, client_of, ended, line, requests, settings_of
+from tests.server.conftest import Served, serving
+from tests.server.test_files import begin, client_of, ended, line, requests, results, served, settings_of
+
+__all__ = ["served"]
 
 OWNER = "a" * 64
 
@@ -173,6 +182,16 @@ def test_errors_of_lines_are_short(tmp_path: Path) -> None:
     assert all(len(each.message) <= 600 for each in errors)
 
 
+def test_lines_without_results_have_the_same_ids_again(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(requests(3))
+    first, again, other = (
+        list(undone(batch, tmp_path / "in", [AnsweredLine("r0", False)], "expired")) for batch in ("a", "a", "b")
+    )
+    assert first == again
+    ids = [json.loads(each)["id"] for each in (*first, *other)]
+    assert len(set(ids)) == len(ids) == 4
+
+
 async def test_the_runner_outlives_any_error(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = iter([RuntimeError("one"), ValueError("two"), OSError("three")])
 
@@ -198,3 +217,56 @@ async def test_the_runner_outlives_any_error(model_path: Path, tmp_path: Path, m
         assert (await ended(client, (await begin(client, requests(2))).id)).status == "completed"
         assert next(errors, None) is None
         served.context.drain()
+
+
+async def test_nothing_is_answered_for_a_full_disk(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked, is_full, original = [], True, batch_runner.run_batch
+
+    async def run(*arguments: Any, **named: Any) -> Any:
+        asked.append(is_full)
+        return await original(*arguments, **named)
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        def fileno(self) -> int:
+            return os.open(tmp_path, os.O_RDONLY)
+
+    append = batch_runner._append_to
+    monkeypatch.setattr(batch_runner, "run_batch", run)
+    monkeypatch.setattr(batch_runner, "DISK_SECONDS", 0.01)
+    monkeypatch.setattr(batch_runner, "_append_to", lambda path: Full() if is_full else append(path))
+    client = client_of(served)
+    batch = await begin(client, requests(2))
+    while (await client.batches.retrieve(batch.id)).status != "in_progress":
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    is_full = False
+    found = await ended(client, batch.id)
+    assert (found.status, found.request_counts.completed, asked) == ("completed", 2, [False])
+    assert len(await results(client, found.output_file_id)) == 2
+
+
+def test_a_file_system_without_hard_links_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def link(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("quire.server.file_store.os.link", link)
+    with pytest.raises(ConfigError, match="no hard links"):
+        FileStore(tmp_path / "files", "x", Quotas(1, 1, 1, 1))
+    assert [path for path in (tmp_path / "files").iterdir() if path.is_file()] == []
+
+
+def test_a_file_that_is_closed_has_no_more_bytes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(CHUNK_BYTES + 1))
+    file = OpenFile(tmp_path / "file")
+    assert len(file.read()) == CHUNK_BYTES
+    file.close()
+    with (tmp_path / "other").open("w+b") as other:  # takes the number that is free now
+        other.write(b"secret")
+        other.seek(0)
+        assert file.read() == b""
+    file.close()

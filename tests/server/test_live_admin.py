@@ -58,11 +58,19 @@ async def test_without_admins_keys_even_this_machine_is_refused(served: Served, 
 async def test_the_log_of_an_admin(model_path: Path) -> None:
     async with serving(model_path, KEYS) as served:
         logging.getLogger("quire.test").warning("hello %s", "<b>")
-        lines = (await served.client.get("/debug/log", headers=ADMIN)).json()["lines"]
+        kept = (await served.client.get("/debug/log", headers=ADMIN)).json()
+        lines = kept["lines"]
         line = next(each for each in lines if each["logger"] == "quire.test")
         assert (line["level"], line["message"], line["request_id"]) == ("WARNING", "hello <b>", None)
         later = await served.client.get(f"/debug/log?after={lines[-1]['number']}", headers=ADMIN)
-        assert later.json() == {"lines": []}
+        assert later.json() == {"lines": [], "process": kept["process"]}
+        place = f"after={lines[-1]['number']}&process="
+        same, restarted = [
+            (await served.client.get(f"/debug/log?{place}{process}", headers=ADMIN)).json()
+            for process in (kept["process"], "another")
+        ]
+        assert same["lines"] == []
+        assert restarted["lines"][: len(lines)] == lines, "numbers of another process say nothing about this one's"
         assert (await served.client.get("/debug/log?after=-1", headers=ADMIN)).status_code == 400
         assert (await served.client.get("/debug/log", headers={"Authorization": "Bearer user"})).status_code == 403
         *_, tail = (each for each in logging.getLogger("quire").handlers if isinstance(each, LogTail))

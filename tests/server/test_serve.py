@@ -12,15 +12,17 @@ import socket
 import ssl
 import subprocess
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from fastapi import FastAPI
 
 from quire.config.options import EngineOptions
 from quire.errors import ConfigError
+from quire.server.http_protocol import make_http_server
 from quire.server.listener import CertificateWatch, bind, check_certificate
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
@@ -346,13 +348,34 @@ def test_of_two_servers_started_together_on_one_port_one_is_ready_and_the_other_
     assert winner.finish()[0] == 0
 
 
-def make_certificate(folder: Path) -> tuple[str, str]:
+ELLIPTIC = ("ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+
+
+def make_certificate(folder: Path, kind: Sequence[str] = ELLIPTIC) -> tuple[str, str]:
     """A self-signed certificate for 127.0.0.1 and its key."""
     key, certificate = str(folder / "key.pem"), str(folder / "cert.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command = ["openssl", "req", "-x509", "-newkey", *kind, "-nodes"]
     command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     return certificate, key
+
+
+def der(path: str) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(Path(path).read_text())
+
+
+def shown_certificate(server: ssl.SSLContext, own: Sequence[str]) -> bytes | None:
+    """What a client sees that shows its own pair and takes any certificate. Raises SSLError if the server refuses."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    client.load_cert_chain(*own)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
+    for _ in range(4):
+        for end in ends:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    return ends[0].getpeercert(binary_form=True)
 
 
 class TestTls:
@@ -453,6 +476,34 @@ class TestTls:
         assert not watch.check(context)
         with pytest.raises(ConfigError, match="enable_ssl_refresh need ssl_certfile"):
             ServerSettings(enable_ssl_refresh=True)
+
+    def test_a_renewed_certificate_of_another_kind_replaces_the_first(
+        self, tmp_path: Path, certificate: tuple[str, str]
+    ) -> None:
+        """The first one and its authority are gone, also for clients that name no server."""
+        (tmp_path / "new").mkdir()
+        new = make_certificate(tmp_path / "new", ["rsa:2048"])
+        authority = tmp_path / "authority.pem"
+        authority.write_bytes(Path(certificate[0]).read_bytes())
+        settings = ServerSettings(
+            ssl_certfile=certificate[0], ssl_keyfile=certificate[1], ssl_ca_certs=str(authority),
+            ssl_cert_reqs=int(ssl.CERT_REQUIRED), enable_ssl_refresh=True,
+        )  # fmt: skip
+        old = tuple(str(tmp_path / f"old-{number}.pem") for number in range(2))
+        for path, copy in zip(certificate, old, strict=True):
+            Path(copy).write_bytes(Path(path).read_bytes())
+        server = make_http_server(FastAPI(), settings, shutdown_grace_seconds=1)
+        server.config.load()
+        context, watch = server.config.ssl, CertificateWatch(settings)
+        assert context is not None
+        assert shown_certificate(context, old) == der(old[0])
+        authority.write_bytes(Path(new[0]).read_bytes())
+        for made, path in zip(new, certificate, strict=True):
+            Path(path).write_bytes(Path(made).read_bytes())
+        assert watch.check(context)
+        assert shown_certificate(context, new) == der(new[0])
+        with pytest.raises(ssl.SSLError, match="certificate verify failed"):
+            shown_certificate(context, old)
 
     def test_files_that_are_no_certificate(self, tmp_path: Path, certificate: tuple[str, str]) -> None:
         (tmp_path / "junk").write_text("junk")

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -112,3 +113,35 @@ def test_sockets_of_others_and_several_are_not_taken(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LISTEN_FDS", "2")
     with pytest.raises(ConfigError, match="systemd passes 2 sockets"):
         bind(ServerSettings(port=0))
+
+
+def _datagrams() -> socket.socket:
+    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+
+
+def _without_path() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(f"\0quire-test-{os.getpid()}")
+    made.listen()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: open(os.devnull), "passes no socket"),  # noqa: SIM115 - the test closes it
+        (_datagrams, "of another kind"),
+        (_without_path, "of another kind"),
+        (lambda: socket.socketpair()[0], "of another kind"),
+    ],
+    ids=["file", "datagrams", "without a path", "connected"],
+)
+def test_what_is_no_listening_socket_is_refused(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], message: str
+) -> None:
+    with make() as passed:
+        monkeypatch.setattr("quire.server.listener.FIRST_INHERITED", os.dup(passed.fileno()))
+        monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+        monkeypatch.setenv("LISTEN_FDS", "1")
+        with pytest.raises(ConfigError, match=message):
+            bind(ServerSettings(port=0))

@@ -150,7 +150,7 @@ MEDIA: tuple[VllmFlag, ...] = (
     noted("mm_hasher_algorithm", "text", "pictures are known by SHA-256"),
     noted("mm_shm_cache_max_object_size_mb", "int", "no processed pictures are kept in shared memory"),
     refused("mm_encoder_only", "flag", "an engine has a language model", False),
-    noted("mm_encoder_tp_mode", "text", "one rank computes the tower", "weights"),
+    noted("mm_encoder_tp_mode", "text", "each rank computes the whole tower", "weights"),
     noted("mm_encoder_attn_backend", "text", "the tower computes as attention_backend says"),
     noted("mm_encoder_attn_dtype", "text", "attention_backend decides how the tower's attention rounds"),
     noted("mm_encoder_fp8_scale_path", "text", NO_TOWER_FP8),

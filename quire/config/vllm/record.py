@@ -13,20 +13,17 @@ MEANT, NOTED, REFUSED = "accepted", "no effect", "refused"
 """Fates of a flag: it has its meaning; it has no effect, and a note says why; it is an error that says why."""
 
 KINDS = ("flag", "int", "float", "text", "count", "length", "texts", "ints", "appended", "json", "json list", "any")
-"""flag: --x or --no-x. count: an integer, or 4k (4000), 4K (4096). length: a count, auto or -1. texts, ints: one or
-more values. appended: a text; the flag may be repeated. json: an object, or single keys as --x.key value. json list:
-one JSON list. any: a text or a number."""
+"""Kinds of values of vLLM's flags. flag: --x or --no-x. count: an integer, or 4k (4000), 4K (4096). length: a count,
+auto or -1. texts, ints: one or more values. appended: a text; the flag may be repeated. json: an object, or keys as
+--x.key value. json list: one JSON list. any: a text or a number."""
 
 
 @dataclass(frozen=True)
 class VllmFlag:
-    """One flag, with `is_keyword` also a keyword of vLLM's `LLM` and `AsyncEngineArgs`.
-
-    name: with underscores. fate: MEANT, NOTED or REFUSED. target: field of EngineOptions or ServerSettings that gets
-    the value; None if the flag asks for what always holds. why: difference in meaning, reason for no effect, or reason
-    for the refusal. short: other spellings. values: vLLM's value -> ours. known: the only values that reach the target;
-    others are noted with `why`. harmless: values that change nothing and pass silently.
-    """
+    """One flag of vLLM; with `is_keyword` also a keyword of its `LLM`. fate: MEANT, NOTED or REFUSED. target: field of
+    EngineOptions or ServerSettings that gets the value; None if the flag asks for what always holds. why: difference in
+    meaning, or reason of the fate. short: other spellings. values: vLLM's value -> ours. known: the only values that
+    reach the target; others are noted. harmless: values that change nothing and pass silently."""
 
     name: str
     kind: str

@@ -19,6 +19,8 @@ SCRIPTS = (
     "admin.js",
     "markdown.js",
     "chats.js",
+    "messages.js",
+    "composer.js",
     "chat.js",
     "main.js",
 )
@@ -27,7 +29,7 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class Page:
-    """html: UTF-8. policy: value of the Content-Security-Policy header."""
+    """Page for browsers. html: UTF-8. policy: value of the Content-Security-Policy header."""
 
     html: bytes
     policy: str

@@ -3,9 +3,13 @@
 const LINES_KEPT = 500;
 const LOG_SECONDS = 2; // between two looks at the log
 
-const admin = { isOne: false, last: 0 };
+const admin = { isOne: false, process: "", last: new Map() }; // last: API process -> number of its latest line here
 
 function setAdmin(isAdmin) {
+  if (!isAdmin) {
+    admin.last.clear();
+    byId("log-lines").replaceChildren();
+  }
   admin.isOne = isAdmin;
   byId("log-card").hidden = !isAdmin;
   drawAll();
@@ -21,26 +25,38 @@ async function readLog() {
   const isSeen = byId("log-card").open && !byId("server-view").hidden && document.visibilityState === "visible";
   if (!admin.isOne || !isSeen || link.isPaused) return;
   try {
-    const { lines } = await (await ask(`debug/log?after=${admin.last}`)).json();
+    const after = admin.last.get(admin.process) ?? 0;
+    const { lines, process } = await (await ask(`debug/log?after=${after}&process=${admin.process}`)).json();
     byId("log-status").textContent = "";
-    addLines(lines.filter(({ number }) => number > admin.last));
+    admin.process = process;
+    addLines(lines, process);
   } catch (error) {
     byId("log-status").textContent = error.message;
   }
 }
 
-function addLines(lines) {
-  if (lines.length === 0) return;
+// Each API process numbers its own lines; those of several stand in the order of their times.
+function addLines(lines, process) {
+  const last = admin.last.get(process) ?? 0;
+  const fresh = lines.filter(({ number }) => number > last);
+  if (fresh.length === 0) return;
   const list = byId("log-lines");
   const isAtEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 30;
-  admin.last = lines.at(-1).number;
-  list.append(...lines.map(lineView));
+  admin.last.set(process, fresh.at(-1).number);
+  for (const line of fresh) {
+    const view = lineView(line);
+    let before = list.lastChild;
+    while (before !== null && Number(before.dataset.time) > line.time) before = before.previousSibling;
+    if (before === null) list.prepend(view);
+    else before.after(view);
+  }
   while (list.children.length > LINES_KEPT) list.firstChild.remove();
   if (isAtEnd) list.scrollTop = list.scrollHeight;
 }
 
 function lineView({ time, level, logger, message, request_id: request }) {
   const line = element("p", `line ${level.toLowerCase()}`);
+  line.dataset.time = time;
   line.append(element("time", "", new Date(1000 * time).toLocaleTimeString("en", { hour12: false })), " ", element("b", "", level), " ");
   line.append(element("span", "from", request === null ? logger : `${logger} ${request}`), " ", element("span", "", message));
   return line;

@@ -1,31 +1,19 @@
-// The chat: a conversation with this very server, streamed, with what each answer took.
+// The chat: conversations with this very server, streamed, with what each answer took.
 
-const answering = { abort: null, view: null, isDue: false };
-const attached = []; // data URLs of the pictures of the message that is being written
-const FIELDS = { system: "chat-system", stop: "chat-stop", temperature: "chat-temperature", top_p: "chat-top-p", max_tokens: "chat-max-tokens", seed: "chat-seed" };
+const answering = { abort: null, isDue: false };
+const FIELDS = { system: "chat-system", stop: "chat-stop", more: "chat-more", temperature: "chat-temperature", top_p: "chat-top-p", max_tokens: "chat-max-tokens", seed: "chat-seed" };
+const PANELS = [["show-chats", "chats"], ["show-drawer", "drawer"]];
+const FAR = 120; // pixels from the end at which the way back to it is offered
+
+const scrolled = { follows: true, top: 0 }; // whether the end of the conversation is kept in sight
 
 function buildChat() {
   loadChats();
+  buildComposer();
   byId("new-chat").addEventListener("click", () => openChat(newChat()));
-  byId("composer").addEventListener("submit", (event) => {
-    event.preventDefault();
-    sendMessage();
-  });
-  byId("message").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      sendMessage();
-    }
-  });
-  byId("message").addEventListener("input", growMessage);
-  byId("message").addEventListener("paste", (event) => attach(event.clipboardData.files, event));
-  byId("composer").addEventListener("dragover", (event) => event.preventDefault());
-  byId("composer").addEventListener("drop", (event) => attach(event.dataTransfer.files, event));
   byId("halt").addEventListener("click", () => answering.abort?.abort());
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !byId("chat-view").hidden) answering.abort?.abort();
-  });
-  for (const [button, panel] of [["show-chats", "chats"], ["show-drawer", "drawer"]]) {
+  document.addEventListener("keydown", leave);
+  for (const [button, panel] of PANELS) {
     byId(button).addEventListener("click", () => setOpen(button, panel, !byId(panel).classList.contains("open")));
   }
   for (const [name, id] of Object.entries(FIELDS)) byId(id).addEventListener("input", () => takeSetting(name, byId(id)));
@@ -34,7 +22,28 @@ function buildChat() {
   byId("import-file").addEventListener("change", importFile);
   byId("copy-curl").addEventListener("click", () => copyText(byId("chat-curl").textContent, byId("copy-curl")));
   byId("copy-python").addEventListener("click", () => copyText(byId("chat-python").textContent, byId("copy-python")));
-  openChat(chats.all[0] ?? newChat());
+  byId("log").addEventListener("scroll", noteScroll);
+  byId("to-end").addEventListener("click", () => {
+    scrollToEnd();
+    byId("message").focus();
+  });
+  window.addEventListener("storage", takeOthers);
+  window.addEventListener("pagehide", () => {
+    if (answering.abort !== null) keepChats(); // else all is kept already
+    keepDraft();
+  });
+  restoreDraft();
+}
+
+// Escape closes what is open above the conversation, else it stops the answer.
+function leave(event) {
+  if (event.key !== "Escape" || byId("chat-view").hidden || byId("first-view").hidden) return;
+  const opened = PANELS.filter(([, panel]) => byId(panel).classList.contains("open"));
+  if (opened.length === 0) return answering.abort?.abort();
+  for (const [button, panel] of opened) {
+    setOpen(button, panel, false);
+    byId(button).focus();
+  }
 }
 
 function setOpen(button, panel, isOpen) {
@@ -55,6 +64,24 @@ function keep() {
   if (!keepChats()) sayChat("the browser has no room for more conversations: export them, and delete some", true);
 }
 
+// What another tab has changed. The conversation that is open here stays as it is while its answer comes.
+function takeOthers({ key }) {
+  if (key !== CHATS) return;
+  const { open } = chats;
+  loadChats();
+  const at = chats.all.findIndex((chat) => chat.id === open.id);
+  const isSame = at >= 0 && JSON.stringify(chats.all[at]) === JSON.stringify(open);
+  if (at < 0 || isSame || answering.abort !== null) {
+    if (at >= 0) chats.all[at] = open;
+    else if (answering.abort !== null) chats.all.unshift(open);
+    drawList();
+  } else {
+    chats.open = chats.all[at];
+    drawList();
+    drawLog(true);
+  }
+}
+
 async function importFile() {
   try {
     const count = await readFile(byId("import-file").files[0]);
@@ -73,196 +100,124 @@ function openChat(chat) {
   for (const [name, id] of Object.entries(FIELDS)) byId(id).value = chat.settings[name] ?? "";
   setOpen("show-chats", "chats", false);
   sayChat("");
+  byId("undo").hidden = true;
   drawList();
   drawLog();
   drawSamples();
+  chooseRole();
   if (matchMedia("(hover: hover)").matches && !byId("chat-view").hidden) byId("message").focus();
+}
+
+function promote(chat) {
+  chats.all = [chat, ...chats.all.filter((other) => other !== chat)];
 }
 
 function drawList() {
   const items = chats.all.filter((chat) => chat.messages.length > 0).map((chat) => {
     const item = element("li");
-    const open = element("button", "chat-name", titleOf(chat));
-    open.type = "button";
+    const open = actionButton(titleOf(chat), () => openChat(chat), "chat-name");
+    open.title = titleOf(chat);
     if (chat === chats.open) open.setAttribute("aria-current", "true");
-    open.addEventListener("click", () => openChat(chat));
-    const drop = element("button", "quiet", "×");
-    drop.type = "button";
+    const drop = actionButton("×", () => deleteChat(chat));
     drop.setAttribute("aria-label", `Delete ${titleOf(chat)}`);
-    drop.addEventListener("click", () => {
-      chats.all = chats.all.filter((other) => other !== chat);
-      keep();
-      if (chat === chats.open) openChat(chats.all[0] ?? newChat());
-      else drawList();
-    });
     item.append(open, drop);
     return item;
   });
-  byId("chat-list").replaceChildren(...items);
+  fillWith(byId("chat-list"), items);
   byId("no-chats").hidden = items.length > 0;
 }
 
-function drawLog() {
-  byId("log").replaceChildren(...chats.open.messages.map((message, index) => messageView(message, index).root));
-  byId("welcome").hidden = chats.open.messages.length > 0;
+function deleteChat(chat) {
+  const at = chats.all.indexOf(chat);
+  const isOpen = chat === chats.open;
+  chats.all.splice(at, 1);
+  if (isOpen) openChat(chats.all[at] ?? chats.all[0] ?? newChat());
+  else drawList();
+  keep();
+  offerUndo("conversation deleted", chat, [...chat.messages], at);
+  byId("undo").querySelector("button").focus();
+}
+
+// A way back to the messages as they were.
+function offerUndo(text, chat, before = [...chat.messages], at = 0) {
+  const undo = actionButton("Undo", () => {
+    answering.abort?.abort();
+    chat.messages = before;
+    if (!chats.all.includes(chat)) chats.all.splice(at, 0, chat);
+    openChat(chat);
+    keep();
+    byId("message").focus();
+  }, "");
+  byId("undo").replaceChildren(element("span", "", text), undo);
+  byId("undo").hidden = false;
+}
+
+// Returns the views. keepsPlace: what is in sight stays there.
+function drawLog(keepsPlace = false) {
+  const { messages } = chats.open;
+  const log = byId("log");
+  const { scrollTop } = log;
+  const views = messages.map(messageView);
+  fillWith(log, views.map(({ root }) => root));
+  byId("welcome").hidden = messages.length > 0;
+  if (keepsPlace) log.scrollTop = scrollTop;
+  else scrollToEnd();
+  drawComposer();
+  return views;
+}
+
+function fillWith(target, nodes) {
+  target.replaceChildren();
+  for (const node of nodes) target.append(node);
+}
+
+const leftBelow = () => byId("log").scrollHeight - byId("log").scrollTop - byId("log").clientHeight;
+
+// A reader who scrolls up reads on there; back at the end, new text is kept in sight again.
+function noteScroll() {
+  const top = byId("log").scrollTop;
+  if (leftBelow() < 3) scrolled.follows = true;
+  else if (top < scrolled.top) scrolled.follows = false;
+  scrolled.top = top;
+  byId("to-end").hidden = leftBelow() < FAR;
+}
+
+function scrollToEnd() {
+  scrolled.follows = true;
   byId("log").scrollTop = byId("log").scrollHeight;
+  noteScroll();
 }
 
-// What a message looks like. `draw` brings it up to what the message says by now.
-function messageView(message, index) {
-  const root = element("article", `message ${message.role}`);
-  const thoughts = element("details", "thoughts");
-  const thoughtText = element("div", "prose");
-  thoughts.append(element("summary", "", "Thoughts"), thoughtText);
-  const prose = element("div", message.role === "assistant" ? "prose" : "said");
-  const shown = element("div", "pictures");
-  shown.append(...(message.images ?? []).map(pictureView));
-  const calls = element("div", "calls");
-  const error = element("p", "bad");
-  error.setAttribute("role", "alert");
-  const foot = element("footer");
-  const note = element("span", "note");
-  foot.append(...actionsOf(message, index, root), note);
-  root.append(element("h3", "", { user: "You", assistant: state.frame?.model ?? "Model" }[message.role] ?? message.role), thoughts, shown, prose, calls, error, foot);
-  const draw = () => {
-    const { reasoning, content } = splitThoughts(message);
-    thoughts.hidden = reasoning === "";
-    if (reasoning) drawMarkdown(thoughtText, reasoning);
-    if (message.role === "assistant") drawMarkdown(prose, content);
-    else prose.textContent = content;
-    calls.replaceChildren(...message.calls.map((call) => codeBlock(indented(call.arguments), `call of ${call.name}`)));
-    error.textContent = message.error;
-    note.textContent = message.note;
-  };
-  draw();
-  return { root, thoughts, draw };
-}
-
-// Thoughts that the server has left in the text, between the usual marks, are folded as well.
-function splitThoughts({ reasoning, content }) {
-  const start = content.trimStart();
-  if (reasoning || !start.startsWith("<think>")) return { reasoning, content };
-  const end = start.indexOf("</think>");
-  if (end < 0) return { reasoning: start.slice(7), content: "" };
-  return { reasoning: start.slice(7, end).trim(), content: start.slice(end + 8).trimStart() };
-}
-
-function indented(text) {
+// Whether the settings make a request; else the page says why not.
+function canAsk() {
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    return text;
+    moreOf(chats.open.settings);
+    return true;
+  } catch (error) {
+    sayChat(`not sent: the field “More settings” holds no JSON: ${error.message}`, true);
+    return false;
   }
 }
 
-function actionsOf(message, index, root) {
-  const action = (label, work) => {
-    const button = element("button", "quiet", label);
-    button.type = "button";
-    button.addEventListener("click", () => work(button));
-    return button;
-  };
-  const copy = action("Copy", (button) => copyText(splitThoughts(message).content, button));
-  if (message.role !== "assistant") return [copy, action("Edit", () => editMessage(message, index, root))];
-  return [copy, action("Regenerate", () => answerFrom(index))];
-}
-
-// The text as a field; what came behind it is asked for again.
-function editMessage(message, index, root) {
-  const form = element("form", "edit");
-  const field = element("textarea");
-  field.value = message.content;
-  field.rows = Math.min(12, message.content.split("\n").length + 1);
-  field.setAttribute("aria-label", "Message");
-  const send = element("button", "primary", "Send");
-  const cancel = element("button", "", "Cancel");
-  cancel.type = "button";
-  cancel.addEventListener("click", drawLog);
-  form.append(field, send, cancel);
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    message.content = field.value;
-    answerFrom(index + 1);
-  });
-  root.replaceChildren(form);
-  field.focus();
-}
-
-// Takes the pictures among some files into the message that is being written.
-async function attach(files, event) {
-  const pictures = [...files].filter((file) => file.type.startsWith("image/"));
-  if (pictures.length === 0) return;
-  event.preventDefault();
-  for (const file of pictures) attached.push(await dataUrlOf(file));
-  drawAttached();
-}
-
-function dataUrlOf(file) {
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.addEventListener("load", () => resolve(reader.result));
-    reader.addEventListener("error", () => reject(reader.error));
-    reader.readAsDataURL(file);
-  });
-}
-
-function pictureView(url) {
-  const image = element("img", "picture");
-  image.src = url;
-  image.alt = "Picture";
-  return image;
-}
-
-// A click takes a picture out again.
-function drawAttached() {
-  const views = attached.map((url, index) => {
-    const button = element("button", "quiet");
-    button.type = "button";
-    button.setAttribute("aria-label", "Remove this picture");
-    button.append(pictureView(url));
-    button.addEventListener("click", () => {
-      attached.splice(index, 1);
-      drawAttached();
-    });
-    return button;
-  });
-  byId("attached").replaceChildren(...views);
-}
-
-function growMessage() {
-  const field = byId("message");
-  field.style.height = "auto";
-  field.style.height = `${Math.min(field.scrollHeight + 2, 240)}px`;
-}
-
-function sendMessage() {
-  const field = byId("message");
-  if ((field.value.trim() === "" && attached.length === 0) || answering.abort !== null) return;
-  chats.open.messages.push({ role: "user", content: field.value, images: attached.splice(0), reasoning: "", calls: [], note: "", error: "" });
-  field.value = "";
-  drawAttached();
-  growMessage();
-  answerFrom(chats.open.messages.length);
-}
-
-// Asks for the answer that stands at `index`; what is there and behind it goes.
-async function answerFrom(index) {
-  if (answering.abort !== null) return;
+// Asks for the answer that stands at `index`; what is there and behind it goes. continued: the answer there, which goes on.
+async function answerFrom(index, continued = null, before = [...chats.open.messages]) {
+  if (answering.abort !== null || !canAsk()) return;
   const chat = chats.open;
-  chat.messages.length = index;
-  chats.all = [chat, ...chats.all.filter((other) => other !== chat)];
-  const body = chatBody(chat);
-  const message = { role: "assistant", content: "", reasoning: "", calls: [], note: "", error: "" };
-  chat.messages.push(message);
+  const message = continued ? { ...continued, error: "", note: "" } : newMessage("assistant", "");
+  chat.messages = [...chat.messages.slice(0, index), ...(continued ? [message] : [])];
+  if (before.length > index) offerUndo(continued ? "the answer goes on" : "answered again", chat, before);
+  promote(chat);
+  const body = chatBody(chat, continued !== null);
+  if (!continued) chat.messages.push(message);
   drawList();
-  drawLog();
-  const view = messageView(message, index);
-  byId("log").lastChild.replaceWith(view.root);
+  const view = drawLog().at(-1);
   view.root.classList.add("busy");
   const abort = new AbortController();
   answering.abort = abort;
   setBusy(true);
   sayChat("waiting for the first token");
+  byId("said").textContent = "";
+  keep();
   try {
     await readAnswer(body, message, view, abort.signal);
   } catch (error) {
@@ -270,23 +225,24 @@ async function answerFrom(index) {
     else message.error = error.message;
   }
   answering.abort = null;
-  setBusy(false);
   view.root.classList.remove("busy");
-  view.thoughts.open = false;
-  view.draw();
   if (message.content === "" && message.reasoning === "" && message.calls.length === 0 && !message.error) message.note ||= "empty answer";
+  view.draw();
+  setBusy(false);
   keep();
   if (chat !== chats.open) return;
+  if (scrolled.follows) scrollToEnd();
   sayChat("");
   byId("said").textContent = message.error || splitThoughts(message).content;
   drawSamples();
+  chooseRole();
 }
 
 async function readAnswer(body, message, view, signal) {
   const started = performance.now();
   let first = 0;
   let count = 0;
-  let isCut = false;
+  let end = "";
   const response = await ask("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
@@ -301,21 +257,23 @@ async function readAnswer(body, message, view, signal) {
     if (choice !== undefined && takeDelta(message, choice.delta)) {
       first ||= performance.now();
       count += 1;
+      sayChat("");
     }
     count = chunk.usage?.completion_tokens ?? count;
-    isCut ||= choice?.finish_reason === "length";
-    message.note = tookOf(count, first - started, performance.now() - first, isCut);
-    sayChat("");
+    end = choice?.finish_reason ?? end;
+    message.note = tookOf(count, first - started, performance.now() - first, end === "length");
     schedule(view);
   }
+  if (end === "") throw new Error("the answer broke off: the server closed the connection");
 }
 
 // Adds what is new; false: nothing is.
 function takeDelta(message, { content, reasoning, tool_calls: calls }) {
   message.content += content ?? "";
   message.reasoning += reasoning ?? "";
-  for (const { index, function: called } of calls ?? []) {
-    const call = (message.calls[index] ??= { name: "", arguments: "" });
+  for (const { index, id, function: called } of calls ?? []) {
+    const call = (message.calls[index] ??= { id: "", name: "", arguments: "" });
+    call.id ||= id ?? "";
     call.name += called?.name ?? "";
     call.arguments += called?.arguments ?? "";
   }
@@ -334,16 +292,21 @@ function schedule(view) {
   answering.isDue = true;
   requestAnimationFrame(() => {
     answering.isDue = false;
-    const log = byId("log");
-    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
     view.draw();
-    if (isAtEnd) log.scrollTop = log.scrollHeight;
+    if (scrolled.follows) scrollToEnd();
+    else noteScroll();
   });
 }
 
+// The focus goes from the button that vanishes to the one that comes, and then to the next message.
 function setBusy(isBusy) {
+  const hadFocus = [byId("send"), byId("halt"), document.body].includes(document.activeElement);
   byId("send").hidden = isBusy;
   byId("halt").hidden = !isBusy;
+  byId("log").setAttribute("aria-busy", isBusy);
+  if (!hadFocus || byId("first-view").hidden) return;
+  if (isBusy) byId("halt").focus();
+  else if (!matchMedia("(pointer: coarse)").matches) byId("message").focus();
 }
 
 function sayChat(text, isBad = false) {
@@ -352,8 +315,15 @@ function sayChat(text, isBad = false) {
 }
 
 function drawSamples() {
-  const body = chatBody(chats.open);
+  let body;
+  try {
+    body = chatBody(chats.open);
+  } catch (error) {
+    byId("more-error").textContent = `no JSON: ${error.message}`;
+    return;
+  }
+  byId("more-error").textContent = "";
   if (body.messages.length === 0) body.messages.push({ role: "user", content: "Hello" });
-  byId("chat-curl").textContent = asCurl(body);
+  byId("chat-curl").textContent = asCurl("v1/chat/completions", body);
   byId("chat-python").textContent = asPython(body);
 }

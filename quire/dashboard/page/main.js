@@ -15,7 +15,9 @@ class RefusedError extends Error {}
 async function ask(path, options = {}) {
   const headers = { ...options.headers };
   if (link.key !== null) headers.Authorization = `Bearer ${link.key}`;
-  const response = await fetch(path, { ...options, headers });
+  const response = await fetch(path, { ...options, headers }).catch((error) => {
+    throw error.name === "TypeError" ? new Error("the server does not answer") : error;
+  });
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `the server answers ${response.status}`;
@@ -27,7 +29,9 @@ async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "TypeError" ? new Error("the connection to the server broke") : error;
+    });
     if (done) return;
     const events = (pending + value).split("\n\n");
     pending = events.pop();
@@ -54,7 +58,7 @@ async function connect() {
   } catch (error) {
     if (abort.signal.aborted) return;
     if (error instanceof RefusedError) return askForKey(error.message);
-    setLink("lost", `no connection: ${error.message === "Failed to fetch" ? "the server does not answer" : error.message}`);
+    setLink("lost", `no connection: ${error.message}`);
     link.timer = setTimeout(connect, link.wait);
     link.wait = Math.min(2 * link.wait, LONGEST_WAIT);
   }
@@ -70,6 +74,7 @@ function askForKey(message) {
   setLink("lost", "locked");
   byId("key-form").hidden = false;
   byId("key-error").textContent = link.key === null ? "" : message;
+  if (document.activeElement === document.body) byId("key").focus();
 }
 
 function setLink(name, text) {
@@ -109,6 +114,7 @@ function setTask(task) {
   if (task !== "chat") return;
   drawLog(); // which names the model
   drawSamples();
+  if ([document.body, byId("key")].includes(document.activeElement) && matchMedia("(hover: hover)").matches) byId("message").focus();
 }
 
 function showTab() {

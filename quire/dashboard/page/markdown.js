@@ -9,33 +9,39 @@ const LONGEST_MARKDOWN = 400_000; // characters; longer texts are shown as they 
 const FENCE = /^ {0,3}(`{3,}|~{3,})/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
-const TABLE_RULE = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
 
-// Draws `text` into `target`. Blocks that are there already are kept: a stream draws its last block alone.
+// Draws `text` into `target`. Of a text that has grown the last two blocks are read again: no later line changes those
+// before them. Nodes whose block is the same stay, and a block of code that has grown gets the rest of its text.
 function drawMarkdown(target, text) {
-  if (text.length > LONGEST_MARKDOWN) {
-    target.replaceChildren(element("pre", "", text));
-    return;
-  }
-  const blocks = blocksOf(text.replaceAll("\r\n", "\n").replaceAll("\t", "    ").split("\n"));
-  const known = target.drawn ?? [];
+  if (text.length > LONGEST_MARKDOWN) return target.replaceChildren(element("pre", "", text));
+  const isMore = target.text !== undefined && text.startsWith(target.text);
+  const drawn = isMore ? target.drawn : [];
+  const known = drawn.splice(-2);
+  const start = known[0]?.place ?? 0;
+  const blocks = blocksOf(text.slice(start).split("\n"), start);
   let same = 0;
-  while (same < known.length && same < blocks.length && known[same] === blocks[same].source) same += 1;
-  while (target.childNodes.length > same) target.lastChild.remove();
+  while (same < known.length && same < blocks.length && known[same].source === blocks[same].source) same += 1;
+  const [old, now] = [known[same], blocks[same]];
+  if (same === known.length - 1 && old.kind === "code" && now?.kind === "code" && now.language === old.language && now.text.startsWith(old.text)) {
+    target.lastChild.grow(now.text.slice(old.text.length));
+    same += 1;
+  }
+  for (let left = isMore ? known.length - same : target.childNodes.length; left > 0; left--) target.lastChild.remove();
   for (const block of blocks.slice(same)) target.append(nodeOf(block, 0));
-  target.drawn = blocks.map((block) => block.source);
+  for (const block of blocks) drawn.push(block);
+  Object.assign(target, { text, drawn });
 }
 
-function blocksOf(lines) {
+// `place`: of the first line in the whole text.
+function blocksOf(raw, place = 0) {
+  const lines = raw.map((line) => line.replace(/\r$/, "").replaceAll("\t", "    "));
   const blocks = [];
   for (let at = 0; at < lines.length; ) {
-    if (lines[at].trim() === "") {
-      at += 1;
-      continue;
-    }
-    const { end, ...block } = blockAt(lines, at);
-    blocks.push({ ...block, source: `${block.kind}\n${lines.slice(at, end).join("\n")}` });
+    const { end, ...block } = lines[at].trim() === "" ? { end: at + 1 } : blockAt(lines, at);
+    const source = raw.slice(at, end).join("\n");
+    if (block.kind) blocks.push({ ...block, source, place });
+    place += source.length + 1;
     at = end;
   }
   return blocks;
@@ -66,7 +72,8 @@ function fencedAt(lines, at, mark) {
   let end = at + 1;
   const closes = (line) => line.length >= mark.length && line === mark[0].repeat(line.length);
   while (end < lines.length && !closes(lines[end].trim())) end += 1;
-  return { kind: "code", language, text: lines.slice(at + 1, end).join("\n"), end: Math.min(end + 1, lines.length) };
+  const last = end === lines.length && lines[end - 1] === "" ? end - 1 : end; // whose line has not begun
+  return { kind: "code", language, text: lines.slice(at + 1, last).join("\n"), end: Math.min(end + 1, lines.length) };
 }
 
 const headingLevel = (line) => /^ {0,3}(#{1,6})(?: |$)/.exec(line)?.[1].length ?? 0;
@@ -121,22 +128,14 @@ function goesOn(line, base, kind) {
   return depth >= base + 2 || (found !== null && depth >= base && found[2].slice(-1) === kind);
 }
 
-const isTable = (lines, at) =>
-  lines[at].includes("|") && at + 1 < lines.length && lines[at + 1].includes("-") && TABLE_RULE.test(lines[at + 1]);
+function isTable(lines, at) {
+  if (!lines[at].includes("|") || !/^[-:| ]*-[-:| ]*$/.test(lines[at + 1] ?? "")) return false;
+  const rules = cellsOf(lines[at + 1]);
+  return rules.length === cellsOf(lines[at]).length && rules.every((cell) => /^:?-+:?$/.test(cell));
+}
 
 function cellsOf(line) {
-  const cells = [];
-  let cell = "";
-  for (let i = 0; i < line.length; i++) {
-    if (line[i] === "\\" && line[i + 1] === "|") {
-      cell += "|";
-      i += 1;
-    } else if (line[i] === "|") {
-      cells.push(cell.trim());
-      cell = "";
-    } else cell += line[i];
-  }
-  cells.push(cell.trim());
+  const cells = line.split(/(?<!\\)\|/).map((cell) => cell.replaceAll("\\|", "|").trim());
   if (cells[0] === "") cells.shift();
   if (cells.at(-1) === "") cells.pop();
   return cells;
@@ -162,7 +161,7 @@ function nodeOf(block, depth) {
 
 function holding(tag, nodes) {
   const made = element(tag);
-  made.append(...nodes);
+  for (const node of nodes) made.append(node); // too many to be arguments of one call
   return made;
 }
 
@@ -170,7 +169,8 @@ const filled = (tag, text) => holding(tag, new Inline(text).nodes());
 
 function nested(tag, lines, depth) {
   if (depth >= DEEPEST) return element(tag, "", lines.join("\n"));
-  return holding(tag, blocksOf(lines).map((block) => nodeOf(block, depth + 1)));
+  const isText = (block, number) => tag === "li" && number === 0 && block.kind === "paragraph";
+  return holding(tag, blocksOf(lines).flatMap((block, number) => (isText(block, number) ? new Inline(block.text).nodes() : nodeOf(block, depth + 1))));
 }
 
 function listNode(block, depth) {
@@ -178,9 +178,7 @@ function listNode(block, depth) {
   if (block.start !== null && block.start !== 1) list.start = block.start;
   for (const { lines } of block.items) {
     lines[0] = lines[0].replace(/^\[ \] /, "☐ ").replace(/^\[[xX]\] /, "☑ ");
-    const item = nested("li", lines, depth);
-    if (item.firstChild?.tagName === "P") item.firstChild.replaceWith(...item.firstChild.childNodes);
-    list.append(item);
+    list.append(nested("li", lines, depth));
   }
   return list;
 }
@@ -267,7 +265,9 @@ class Inline {
   flatten() {
     this.flush();
     const { mark, literal, children } = this.frames.pop();
-    this.frames.at(-1).children.push(document.createTextNode(literal ?? mark), ...children);
+    const into = this.frames.at(-1).children;
+    into.push(document.createTextNode(literal ?? mark));
+    for (const child of children) into.push(child);
   }
 
   code(at) {
@@ -353,7 +353,7 @@ class Inline {
     const [url] = /^[^\s<>"`]+/.exec(this.text.slice(at, at + LONGEST_URL));
     let end = url.length;
     while (end > 0 && ".,;:!?'*_~".includes(url[end - 1])) end -= 1;
-    while (url[end - 1] === ")" && !url.slice(0, end).includes("(")) end -= 1;
+    if (!url.includes("(")) while (url[end - 1] === ")") end -= 1;
     return this.add(anchor(url.slice(0, end), [url.slice(0, end)]), at + end);
   }
 }

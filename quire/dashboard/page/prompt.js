@@ -29,10 +29,7 @@ function buildPrompt() {
 
 function drawCurl() {
   const { stream, ...body } = trialBody();
-  const quoted = JSON.stringify(body).replaceAll("'", "'\\''");
-  const key = link.key === null ? "" : " \\\n  -H 'Authorization: Bearer KEY'";
-  byId("curl").textContent =
-    `curl ${location.origin}/v1/completions -H 'Content-Type: application/json'${key} \\\n  -d '${quoted}'`;
+  byId("curl").textContent = asCurl("v1/completions", body);
 }
 
 async function runTrial() {

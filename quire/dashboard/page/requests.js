@@ -114,11 +114,12 @@ function drawRow(request) {
   if (request.num_image_tokens > 0) notes.push(`${request.num_image_tokens} of images`);
   if (request.sequences.length > 1) notes.push(plural(request.sequences.length, "sequence"));
   if (request.num_preemptions > 0) notes.push(`preempted ${request.num_preemptions}×`);
+  if (request.is_background) notes.push("line of a batch");
   if (request.waits_for_prefix) notes.push("waits for a prefix in the making");
   button.querySelector(".what").textContent = notes.join(" · ");
   button.querySelector("b").textContent = request.blocks.size;
   const end = item.querySelector(".end");
-  if (admin.isOne && !isPinned && end === null) item.append(endButton(id));
+  if (admin.isOne && !isPinned && !request.is_background && end === null) item.append(endButton(id));
   if (!admin.isOne) end?.remove();
   return item;
 }

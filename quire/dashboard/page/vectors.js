@@ -24,9 +24,7 @@ function setVectors(task) {
 const textsOf = () => byId("texts").value.split("\n").filter((line) => line.trim() !== "").slice(0, MOST_TEXTS);
 
 function drawVectorCurl() {
-  const quoted = JSON.stringify({ model: state.frame?.model, input: textsOf() }).replaceAll("'", "'\\''");
-  const url = new URL(vectors.route, location.href).href;
-  byId("vectors-curl").textContent = `curl ${url} \\\n  -H "Authorization: Bearer $QUIRE_API_KEY" \\\n  -H 'Content-Type: application/json' \\\n  -d '${quoted}'`;
+  byId("vectors-curl").textContent = asCurl(vectors.route, { model: state.frame?.model, input: textsOf() });
 }
 
 async function runVectors() {

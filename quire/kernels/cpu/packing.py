@@ -18,7 +18,7 @@ _FLOAT_TYPES = {torch.float32: WeightType.F32, torch.bfloat16: WeightType.BF16, 
 _VALUE_DTYPES = {WeightType.I8: torch.int8, WeightType.I4: torch.uint8, WeightType.E4M3: torch.float8_e4m3fn}
 """Value dtype of quantised types with float32 scales."""
 _FP4_GROUPS = {WeightType.MXFP4: 32, WeightType.NVFP4: 16}
-"""Input features that share a scale."""
+"""Input features that share a scale, by 4-bit format."""
 _PANEL = 32
 _MOST_FEATURES = 2**31 - 1
 _MOST_TOUCHED = 32 << 20
@@ -63,13 +63,10 @@ BLOCK_LAYOUTS = {
 
 
 class PackedMatrix:
-    """Weight [out_features, in_features] in panels of 32 rows; unloaded parts are zero.
-
-    gated: gate rows come first, then as many up rows; out_features counts both. group_size (integers and 8-bit floats):
-    inputs that share a scale; None: all (4-bit floats: set by the format). integer_activations: kernels round
-    activations to 8 bits and multiply integers. with_offsets (integers): weight = scale * value + offset. memory:
-    source of zeroed memory, such as a model's `Arena`.
-    """
+    """Weight [out_features, in_features] in panels of 32 rows; unloaded parts are zero. gated: gate rows come first,
+    then as many up rows. group_size (integers and 8-bit floats): inputs that share a scale; None: all.
+    integer_activations: kernels round activations to 8 bits and multiply integers. with_offsets (integers): weight =
+    scale * value + offset. memory: source of zeroed memory, such as a model's `Arena`."""
 
     scale_dtype = torch.float32
     """Dtype of offsets and scales."""

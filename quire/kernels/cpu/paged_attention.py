@@ -35,14 +35,14 @@ def check_shape(block_size: int, num_heads: int, num_kv_heads: int, head_dim: in
 
 
 def check_latent(rank: int, rope_dim: int) -> None:
-    """Raise ConfigError for unsupported latents."""
+    """Raise ConfigError for latents that the native kernels cannot attend to."""
     reason = why_no_latents(rank, rope_dim)
     if reason is not None:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
 
 
 def check_index(num_heads: int, dim: int, top: int) -> None:
-    """Raise ConfigError for an unsupported indexer."""
+    """Raise ConfigError for an indexer that the native kernels lack."""
     reason = why_no_index(num_heads, dim, top)
     if reason is not None:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
@@ -59,8 +59,9 @@ class AttentionPlans:
     """Native plans of the KV groups with keys and values, set for each step."""
 
     def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int, deal: Deal = ALL_TOKENS) -> None:
-        """num_heads: query heads per layer. num_threads: threads of the pool that runs the plans. deal: tokens that
-        this rank keeps in groups whose tokens are dealt, where it attends with the heads of all ranks."""
+        """Maker of a step's attention plans. num_heads: query heads per layer. num_threads: threads of the pool that
+        runs the plans. deal: tokens that this rank keeps in groups whose tokens are dealt, where it attends with the
+        heads of all ranks."""
         self.plans = []
         for group in layout.token_groups:
             spec = group.spec

@@ -1,4 +1,4 @@
-"""Native search for 4-bit weights."""
+"""Native search for the scales and offsets of 4-bit weights."""
 
 from __future__ import annotations
 

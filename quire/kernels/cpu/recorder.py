@@ -59,7 +59,7 @@ class RecordedIndices:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRows:
-    """Rows of a step read."""
+    """Rows of a step whose hidden states are read, as a recording names them."""
 
     recorder: Recorder
 
@@ -70,10 +70,10 @@ TorchFunction = Callable[..., torch.Tensor]
 
 @dataclass(slots=True)
 class KernelCall:
-    """One kernel: method `kernel` of _native.Program with `buffers` (None: absent) and `constants`, or a torch
-    `function`. over: buffer whose place the output may take, or must if `in_place` (the kernel then modifies it).
-    output: the output's parameter name. first_column: first column read of each buffer. out_column: first column
-    written of the output and read of the residual."""
+    """One kernel of a recorded program: method `kernel` of _native.Program with `buffers` (None: absent) and
+    `constants`, or a torch `function`. over: buffer whose place the output may take, or must if `in_place`. output: the
+    output's parameter name. first_column: first column read of each buffer. out_column: first column written of the
+    output and read of the residual."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -200,14 +200,14 @@ class TorchCall:
     """Torch function that a native program calls; keeps its last views of the float32 input and output rows."""
 
     def __init__(self, function: TorchFunction, buffers: Sequence[Buffer | None]) -> None:
-        """buffers: inputs, then the output."""
+        """Call of torch between native kernels. buffers: inputs, then the output."""
         self._function = function
         self._sizes = [(buffer.width, buffer.stride) for buffer in buffers if buffer is not None]
         self._place: tuple[int, list[int]] = (0, [])
         self._rows: list[torch.Tensor] = []
 
     def __call__(self, num_rows: int, addresses: list[int]) -> None:
-        """addresses: first row of each buffer."""
+        """Run the function. addresses: first row of each buffer."""
         if self._place != (num_rows, addresses):
             self._place = (num_rows, addresses)
             self._rows = [
@@ -372,7 +372,7 @@ def _ref(buffer: Buffer, max_rows: int, first_column: int) -> _native.Ref:
 
 
 class Scratch:
-    """Working memory for one program at a time."""
+    """Working memory that programs of a model share, one at a time."""
 
     def __init__(self) -> None:
         self._memory = allocate(0)

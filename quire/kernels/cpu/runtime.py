@@ -13,11 +13,10 @@ _PRECISIONS = {"float32": _native.MatmulPrecision.FLOAT32, "bfloat16": _native.M
 
 
 class NativeRuntime:
-    """isa: available instruction set, or "auto" for the best. num_threads: threads of the pool, the caller included.
-    matmul_precision: "float32"; "bfloat16", which rounds activations before products with bfloat16 weights, keys and
-    values (and others, see `rounds_for_quantised`); "auto", the faster one (quire/kernels/cpu/precision.py). The
-    attribute holds the result, precision_reason the reason ("" without a choice). Raises ConfigError for an unavailable
-    instruction set or precision."""
+    """Native CPU kernels of a process, with their threads. isa: instruction set, or "auto" for the best. num_threads:
+    threads of the pool, the caller included. matmul_precision: "float32"; "bfloat16", which rounds activations before
+    products (see `rounds_for_quantised`); "auto", the faster one. The attribute holds the result, precision_reason the
+    reason. Raises ConfigError for an unavailable instruction set or precision."""
 
     def __init__(self, isa: str, num_threads: int, matmul_precision: str = "float32") -> None:
         try:

@@ -10,15 +10,15 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.runtime import NativeRuntime
 
 MOST_RANKED: int = _native.MOST_RANKED
-"""Maximum `num_top` of `VocabularyKernels.rank`."""
+"""Largest `num_top` of `VocabularyKernels.rank`."""
 
 
 Choose = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool], list[int]]
 """Function (scores, rows, lengths, num_prompt_tokens, table, greedy) that chooses a token per row of `scores` ([R,
-vocab_size] float32, overwritten if a row is sampled), -1 for rows with NaN, plus infinity or no finite score. It writes
-the token (0 for -1) after the row's last one in the table. rows: [R] int64, index in the columns and the table.
-lengths, num_prompt_tokens: [R] int64, tokens of the sequence; their difference and the seed determine the sample.
-table: [num_rows, capacity] int32. greedy: all temperatures are 0."""
+vocab_size] float32, overwritten if a row is sampled), -1 for rows with NaN, plus infinity or no finite score, and
+writes it (0 for -1) after the row's last one in the table. rows: [R] int64, index in the columns and the table.
+lengths, num_prompt_tokens: [R] int64, which with the seed determine the sample. table: [num_rows, capacity] int32.
+greedy: all temperatures are 0."""
 
 
 class VocabularyKernels:

@@ -1,6 +1,6 @@
-"""Low-rank adapters: y[t] += scale * (x[t] A^T) B^T with A and B of the slot that row t names. Rows are sorted by slot
-on the device, in tiles of one slot each, so the host never waits for the slots. Limits: the adapters' bytes for few
-rows, y's for many. A row's bits do not depend on the batch, the order of its rows, or the slot."""
+"""Kernels of low-rank adapters: y[t] += scale * (x[t] A^T) B^T with A and B of the slot that row t names. Rows are
+sorted by slot on the device, in tiles of one slot each, so the host never waits. Limits: the adapters' bytes for few
+rows, y's for many. A row's bits do not depend on the batch or the slot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 16
 COLUMNS = 64
 """Columns of y per program of the second product."""
 MOST_RANKS = 64
-"""Rows of A per program, at most."""
+"""Largest number of rows of A that one program computes."""
 SPLIT = 512
 """Inputs from which on another program shares the first product; the second adds their sums."""
 MOST_SPLITS = 4
@@ -27,12 +27,10 @@ MOST_SPLITS = 4
 
 @dataclass(frozen=True, slots=True)
 class AdapterMatrices:
-    """Adapters of one layer by slot, the first of slot 1. A piece is the columns of y that share one A.
-
-    a: [slots, pieces, max_rank, inputs]. b: [slots, max_rank * columns], by piece [max_rank, columns of the piece].
-    ranks, scales: [slots, pieces] int32 and float32; rank 0: no adapter. places: [pieces, 3] int32, a piece's first
-    column of y, number of columns, and start in a slot of b. blocks: [N, 2] int32, piece of each COLUMNS columns and
-    number of the block in it."""
+    """Adapters of one layer by slot, the first of slot 1. A piece is the columns of y that share one A. a: [slots,
+    pieces, max_rank, inputs]. b: [slots, max_rank * columns], by piece [max_rank, columns of the piece]. ranks, scales:
+    [slots, pieces] int32 and float32; rank 0: no adapter. places: [pieces, 3] int32, a piece's first column of y,
+    number of columns, and start in b. blocks: [N, 2] int32, piece of each COLUMNS columns, and block in it."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -80,15 +78,15 @@ class AdapterMatrices:
 
 @dataclass(frozen=True, slots=True)
 class SlotTiles:
-    """rows: [T] int32, numbers of rows sorted by slot. tiles: [M, 3] int32: slot (0: unused), first place in `rows`,
-    end of the slot's places."""
+    """Rows of a step grouped by adapter slot. rows: [T] int32, numbers of rows sorted by slot. tiles: [M, 3] int32:
+    slot (0: unused), first place in `rows`, end of the slot's places."""
 
     rows: torch.Tensor
     tiles: torch.Tensor
 
     @classmethod
     def of(cls, slots: torch.Tensor, num_slots: int) -> SlotTiles:
-        """slots: [T] int64."""
+        """Sort the rows by their slot. slots: [T] int64."""
         ordered, rows = slots.sort(stable=True)
         starts = torch.searchsorted(ordered, torch.arange(1, num_slots + 2, device=slots.device))
         tile_ends = ((starts.diff() + ROWS - 1) // ROWS).cumsum(0)

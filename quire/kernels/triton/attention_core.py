@@ -1,10 +1,7 @@
 """Shared functions of the attention kernels: softmax over a range of a sequence's keys, block by block, and its
-merging.
-
-A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times the GROUP query heads of a key head,
-which share each loaded key. Keys come in tiles of BLOCK_N at multiples of BLOCK_N. An unseen key has weight exactly
-zero, so a row's result does not depend on its tile. Exponentials are powers of two; the score scale includes log2(e).
-"""
+merging. A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times the GROUP query heads of a key
+head. Keys come in tiles of BLOCK_N at multiples of BLOCK_N. An unseen key has weight zero, so a row's result does not
+depend on its tile. Exponentials are powers of two."""
 
 from __future__ import annotations
 
@@ -240,8 +237,8 @@ def attend_range(
 ):
     """Add the keys at [start, stop) to a tile's running softmax; `start` is a multiple of BLOCK_N. queries,
     odd_queries, query_factor: from `split_queries`. pages: one layer's, at the key head's first element. table:
-    sequence's row. positions: [BLOCK_M], from first_position to last_position. lasts: [BLOCK_M], the last position that
-    each row sees, its own at least; last_key: largest."""
+    sequence's row. positions: [BLOCK_M], first_position to last_position. lasts: [BLOCK_M], last position that each row
+    sees; last_key: largest."""
     odd_values = total
     if PAIRS:
         values, odd_values = tl.split(tl.reshape(values, (values.shape[0], DIM // 2, 2)))
@@ -319,7 +316,7 @@ def store_rows(
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Inverse of load_queries."""
+    """Store a tile's rows to the tokens and heads from which `load_queries` took them."""
     token, head, inside = row_tokens(BLOCK_M, GROUP)
     dims = tl.arange(0, DIM)
     at = (first_token + token).to(tl.int64) * out_stride + (kv_head * GROUP + head) * HEAD_DIM

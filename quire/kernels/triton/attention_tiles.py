@@ -89,7 +89,7 @@ class Tiles:
     uses_warp_groups: bool = False
 
     def tokens(self, group: int) -> int:
-        """Tokens in one tile."""
+        """Tokens of a query tile: rows over the query heads of a key head (`group`)."""
         return self.block_m // group
 
     @property

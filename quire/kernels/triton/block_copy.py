@@ -51,7 +51,8 @@ class PageTable:
 
     @classmethod
     def of_pages(cls, pages: Sequence[torch.Tensor]) -> PageTable:
-        """pages[j]: [num_blocks, ...], contiguous, all alike. Waits for the device; make it once."""
+        """Table of page addresses. pages[j]: [num_blocks, ...], contiguous, all alike. Waits for the device; make it
+        once."""
         first = pages[0]
         assert all(page.is_contiguous() and page.shape == first.shape for page in pages), (
             "pages are alike, in one piece"
@@ -62,7 +63,7 @@ class PageTable:
 
     @classmethod
     def of_buffer(cls, buffer: torch.Tensor) -> PageTable:
-        """buffer: [num_blocks, num_pages, page bytes] uint8, contiguous."""
+        """Table of the pages in one buffer, [num_blocks, num_pages, page bytes] uint8, contiguous."""
         assert buffer.is_contiguous(), "a buffer lies in one piece"
         _, num_pages, page_bytes = buffer.shape
         start = buffer.data_ptr()

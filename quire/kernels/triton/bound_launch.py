@@ -1,9 +1,6 @@
-"""Launches of compiled kernels without Triton's dispatch.
-
-`kernel[grid](...)` derives the compiled kernel's key at each launch: 10 to 30 us on the host. Here each call site keeps
-compiled kernels under a key at least as fine as Triton's and calls the compiled launcher directly. Unknown combinations
-are launched by Triton first.
-"""
+"""Launches of compiled kernels without Triton's dispatch, which takes 10 to 30 us on the host. Each call site keeps
+compiled kernels under a key at least as fine as Triton's and calls the compiled launcher. Unknown combinations are
+launched by Triton first."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class CompiledLaunches:
     __slots__ = ("_fixed", "_kinds", "_last", "_open", "_parameters", "is_tritons")
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-        """kernel: JITFunction. The rest is as for BoundKernel."""
+        """Compiled forms of a kernel by launch key. kernel: JITFunction. The rest is as for BoundKernel."""
         self._parameters = list(kernel.params)
         self._fixed: dict[int, Any] = {}
         self._open: list[int] = []
@@ -151,7 +148,7 @@ class _Kind:
     def key(
         self, device: int, tensors: tuple[Any, ...], pointers: tuple[int, ...], numbers: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Key that is equal only if Triton compiles the same kernel."""
+        """Dictionary key of a launch, equal only if Triton compiles the same kernel."""
         # Numbers usually equal the last call's: layers differ only in pointers. One assignment sets both parts,
         # so that a thread never sees the numbers of one thread with the classes of another.
         last, classes = self._numbers

@@ -254,7 +254,8 @@ def _merge_kernel(
 
 
 class SplitAttention:
-    """Both kernels for one layer, its pages and one kind of tiles. tokens: see `SplitPlan.tokens`."""
+    """Split-KV attention of one layer: both kernels bound to its pages and one kind of tiles. tokens: see
+    `SplitPlan.tokens`."""
 
     def __init__(
         self,

@@ -71,8 +71,8 @@ def place_drafts(
     """Write the drafts of S sequences to the token table, and correct their starts. All int32. columns: rows and
     starts, [S], and query_start, [S + 1]. drafts: number of draft tokens, [S]; index of the host's proposal in `given`,
     [S] (-1: found ones); the sequence's tokens before that proposal, [S]; and `given`. Drafts are the proposal's tokens
-    behind those that the sequence has, at most `most_ahead` tokens from its start. shifts: [S], output: tokens by which
-    a sequence starts earlier than planned."""
+    behind those that the sequence has, at most `most_ahead`. shifts: [S], output: tokens by which a sequence starts
+    earlier than planned."""
     num_seqs = len(columns[0])
     launch(
         _place_kernel,

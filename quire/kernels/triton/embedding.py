@@ -29,8 +29,8 @@ def _embedding_kernel(table, indices, out, num_table_rows, size, out_stride, ADD
 
 
 def embedding(table: torch.Tensor, indices: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
-    """table: [N, size], contiguous. indices: [T] int32 or int64; those outside the table (padding) read zeros. Returns
-    [T, size] in the table's dtype: `onto` plus the rows, if given."""
+    """Rows of an embedding table. table: [N, size], contiguous. indices: [T] int32 or int64; those outside the table
+    (padding) read zeros. Returns [T, size] in the table's dtype: `onto` plus the rows, if given."""
     num_rows, size = len(indices), table.shape[1]
     out = torch.empty(num_rows, size, dtype=table.dtype, device=table.device) if onto is None else onto
     if num_rows == 0:
@@ -67,8 +67,8 @@ def _mean_kernel(x, starts, ends, out, size, x_stride, BLOCK: tl.constexpr):
 
 
 def mean_rows(x: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """x: [T, size]. starts, ends: [P] int32. Returns [P, size]: means of rows starts[p] to ends[p] - 1, added in order
-    in float32."""
+    """Means of runs of rows, for pooling. x: [T, size]. starts, ends: [P] int32. Returns [P, size]: means of rows
+    starts[p] to ends[p] - 1, added in order in float32."""
     num_spans, size = len(starts), x.shape[1]
     assert x.stride(1) == 1, "the elements of a row lie side by side"
     out = torch.empty(num_spans, size, dtype=x.dtype, device=x.device)

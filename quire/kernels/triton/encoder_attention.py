@@ -121,9 +121,10 @@ def attend_both_ways(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """qkv: [T, 3 * num_heads * head_dim], head_dim even. rotation: cos and sin of the positions, [T, head_dim / 2]
-    float32 each (None: no rotation). query_start: [S + 1] int32, starts of sequences, then T. scale: factor of q·k.
-    window: maximum distance on either side (None: any). Returns [T, num_heads * head_dim] in qkv's dtype."""
+    """Attend in both directions within each sequence, for encoders. qkv: [T, 3 * num_heads * head_dim], head_dim even.
+    rotation: cos and sin, [T, head_dim / 2] float32 each (None: no rotation). query_start: [S + 1] int32, starts of
+    sequences, then T. window: maximum distance on either side (None: any). Returns [T, num_heads * head_dim] in qkv's
+    dtype."""
     width = qkv.shape[1] // 3
     half, odd = divmod(width // num_heads, 2)
     assert not odd, "a head has two halves"

@@ -1,6 +1,6 @@
-"""Mixtures of experts: products of rows with their chosen experts' matrices. Limits: the chosen experts' weight bytes
-for few rows, arithmetic for many. (Row, expert) pairs are sorted by expert on the device, so the host never waits for
-the routing. Additions run in order, in tiles that depend only on the matrix if `batch_invariant`."""
+"""Mixtures of experts: products of rows with their chosen experts' matrices. (Row, expert) pairs are sorted by expert
+on the device, so the host never waits for the routing. Limits: the chosen experts' weight bytes for few rows,
+arithmetic for many. Additions run in order."""
 
 from __future__ import annotations
 
@@ -121,8 +121,9 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate]; biases [E, 2 * intermediate]
-    and [E, size] in the activations' dtype, or None. rounds_activations: see `matmul`, for matrices that can."""
+    """Matrices of all experts. gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate];
+    biases [E, 2 * intermediate] and [E, size] in the activations' dtype, or None. rounds_activations: see `matmul`, for
+    matrices that can."""
 
     gate_up: StoredMatrix
     down: StoredMatrix
@@ -216,7 +217,6 @@ def apply_experts(
 
 
 def _combined(results: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, top_k: int) -> torch.Tensor:
-    """residual + the sum of each row's `top_k` results, in a tensor like x."""
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     launch(

@@ -1,15 +1,10 @@
-"""top-k, top-p and min-p without sorting: find the lowest kept weight, then sample.
-
-As in `quire.sampling.filters`, tokens with at least some weight stay; equal weights are kept or dropped together. With
-C(v) and S(v), number and sum of the weights >= v, that weight is the larger of
-    top-k: the largest v with C(v) >= k; the mass of k tokens is S above v plus v for each missing one;
-    top-p: the largest v with S(v) >= p * mass;
-or min-p, if larger. C and S are monotonic, so v is found by bisecting its bits.
-
-To read the row once, `cutoff` takes the r-th largest of its 1,024 lane maxima (from `scan`; r = k or 960), which bounds
-a short list of weights. `collect` lists their tokens and sums all weights in float64. `pick_filtered` ranks the list in
-registers. If the list is too long or misses the share, ten to twenty passes over the row rank it.
-"""
+"""top-k, top-p and min-p without sorting: find the lowest kept weight, then sample. Tokens with at least that weight
+stay; equal weights are kept or dropped together. With C(v) and S(v), number and sum of the weights >= v, it is the
+largest of the largest v with C(v) >= k (top-k), the largest v with S(v) >= p * mass (top-p, mass of what top-k leaves),
+and min-p. C and S are monotonic, so v is found by bisecting its bits. To read the row once, `cutoff` takes the r-th
+largest of its 1,024 lane maxima (from `scan`), which bounds a short list of weights; `collect` lists their tokens and
+sums all weights in float64; `pick_filtered` ranks the list. If it is too long or misses the share, ten to twenty passes
+over the row rank it."""
 
 from __future__ import annotations
 
@@ -501,7 +496,7 @@ def pick_filtered(
     shapes: SamplingShapes,
     filtered: int,
 ) -> None:
-    """`quire.kernels.triton.sampling.pick` for filtered rows."""
+    """Choose tokens of rows with top-k, top-p or min-p, where `sampling.pick` serves the others."""
     count, vocab_size = logits.shape
     num_segments = shapes.num_segments(vocab_size)
     launch(

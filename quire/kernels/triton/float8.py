@@ -30,8 +30,8 @@ def multiplied_bytes(dtype: torch.dtype, page_dtype: torch.dtype) -> int:
 
 @triton.jit
 def widen_e4m3(codes, DTYPE: tl.constexpr):
-    """codes: e4m3 numbers or their bits (no NaN). Shifted to float16's exponent, the bits are number / 256, subnormals
-    included."""
+    """Convert e4m3 numbers, or their bits, to DTYPE (no NaN). Shifted to float16's exponent, the bits are number / 256,
+    subnormals included."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.uint16)
         values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0

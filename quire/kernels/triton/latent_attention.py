@@ -1,6 +1,6 @@
-"""Latent attention over a device's pages: all heads of a token read one vector per key. Limit: the tensor cores. A
-program takes 64 rows (token x head); keys are added in tiles at multiples of BLOCK_N. Single tokens of long sequences
-are split into parts of SPLIT_KEYS, in batch-invariant mode every row."""
+"""Latent attention over a device's pages: all heads of a token read one vector per key. A program takes 64 rows (token
+x head); keys are added in tiles at multiples of BLOCK_N. Single tokens of long sequences are split into parts of
+SPLIT_KEYS. Limit: the tensor cores."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ PROGRAMS_WANTED = 2
 
 @dataclass(frozen=True, slots=True)
 class LatentTiles:
-    """block_m: query rows; group: heads per tile, which holds block_m // group tokens. block_n: keys. is_fixed: the
-    softmax is always merged from parts of SPLIT_KEYS keys."""
+    """Tile sizes of latent attention. block_m: query rows; group: heads per tile, which holds block_m // group tokens.
+    block_n: keys. is_fixed: the softmax is always merged from parts of SPLIT_KEYS keys."""
 
     block_m: int
     group: int
@@ -168,7 +168,6 @@ def _attend_part(
 
 @triton.jit
 def _load_rows(query, at, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr):
-    """Rows `at` of [rows, WIDTH] for a product with pages, zeros outside: [BLOCK_M, BLOCK]."""
     dims = tl.arange(0, BLOCK)
     mask = inside[:, None] & (dims < WIDTH)[None, :]
     return operand(tl.load(query + at[:, None] * WIDTH + dims[None, :], mask=mask, other=0.0), PAGES)
@@ -408,8 +407,8 @@ class LatentKernels:
         group: int,
         selected: torch.Tensor | None = None,
     ) -> None:
-        """See `AttentionStep.attend_latent`. Inputs are contiguous; queries are rotated in place. out: [T, num_heads *
-        rank]. group: layer's KV group. Padding rows are not written."""
+        """Write and attend over latents (`AttentionStep.attend_latent`). Inputs are contiguous; queries are rotated in
+        place. out: [T, num_heads * rank]. group: layer's KV group. Padding rows are not written."""
         query, turned_query, latent, turned_key = inputs
         self.prepare(turned_query, latent, turned_key, rotation, batch, group)
         self.attend_written(query, turned_query, out, batch, group, selected)
@@ -439,7 +438,7 @@ class LatentKernels:
         group: int,
         selected: torch.Tensor | None = None,
     ) -> None:
-        """Second half of `launch`: attend."""
+        """Attend over latents that `launch` has written."""
         tables = batch.block_tables[group]
         if self._attend_selected is not None and selected is not None and batch.max_seq_len > self._shape.top:
             columns = batch.rows, batch.query_start, batch.seq_lens, tables, batch.num_seqs, tables.stride(0)

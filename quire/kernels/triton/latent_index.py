@@ -1,6 +1,6 @@
 """Indexer of sparse latent attention on a device: scores of all visible keys, and the best of them. The threshold score
-is built two bits at a time by counting; positions that reach it are written in order, earlier ones first among ties. A
-token's bits depend only on its own sequence. Limits: the tensor cores for scores, the L2 cache for choosing."""
+is built two bits at a time by counting; positions that reach it are written in order. A token's bits depend only on its
+own sequence."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ KEYS = 64
 PART = 1024
 """Keys per program that scores."""
 BLOCK = 1024
-"""Scores compared at a time."""
+"""Scores that a program compares at a time."""
 SCRATCH_ELEMENTS = 2**24
-"""Scores kept at a time, at least those of one token."""
+"""Scores held in scratch at a time, at least those of one token."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -201,9 +201,10 @@ def select_keys(
     group: int,
     selected: torch.Tensor,
 ) -> None:
-    """See `AttentionStep.select_keys`: rotate, write the keys to their pages, choose the keys that each token reads.
-    inputs: contiguous; queries are rotated in place. pages: [num_blocks, block_size, latent_width + dim]. group:
-    layer's KV group. selected: [T, top] int32; only rows of tokens with more than `top` visible keys are written."""
+    """Rotate, write the indexer's keys to their pages, and choose the keys that each token reads
+    (`AttentionStep.select_keys`). inputs: contiguous; queries are rotated in place. pages: [num_blocks, block_size,
+    latent_width + dim]. group: layer's KV group. selected: [T, top] int32; only rows of tokens with more than `top`
+    visible keys are written."""
     query, key, weights = inputs
     slots, tables = batch.slot_mapping[group], batch.block_tables[group]
     # Without rotation, any pointer serves as angles: the kernel does not read them.

@@ -1,7 +1,7 @@
-"""Layers with recurrent state on a device: short convolution, gated delta rule, and the gated norm after it.
-`layers/states.py` defines the computation, in chunks of STATE_BORDER tokens at absolute multiples. Tiles are the same
-for prompts and decodes, so a token's bits depend only on its sequence; steps that are not `batch_invariant` decode by
-`delta_decode.py`. Limits: the state's bytes for single tokens; for prompts a third of the matrix units' tf32 rate."""
+"""Layers with recurrent state on a device: short convolution, gated delta rule, and the gated norm after it, as
+`layers/states.py` defines them. Tiles are the same for prompts and decodes, so a token's bits depend only on its
+sequence; steps that are not `batch_invariant` decode by `delta_decode.py`. Limits: the state's bytes for single tokens;
+for prompts a third of the matrix units' tf32 rate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHANNELS = 1024
 NORM_ELEMENTS = 2048
 """Elements per program of the gated norm: whole heads."""
 COLUMNS = 32
-"""Maximum state columns per program."""
+"""Largest number of columns of the state that one program updates."""
 SMALLEST_TILE = 16
 """Rows of the smallest product tile."""
 NO_ACTIVATION = tl.constexpr(-1)
@@ -137,8 +137,8 @@ def _keep_inputs_kernel(
 
 
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.Tensor, states: DeviceStateStep) -> None:
-    """See `Operations.short_convolution`. x: rows of contiguous elements. out: [T, channels], contiguous; padding rows
-    are not written."""
+    """Causal convolution of each channel (`Operations.short_convolution`). x: rows of contiguous elements. out: [T,
+    channels], contiguous; padding rows are not written."""
     width, channels = weights.kernel.shape
     assert x.stride(1) == 1, "the elements of a row lie side by side"
     batch, pages, table = states.batch, states.floats(weights.layer), states.tables[weights.layer]
@@ -421,8 +421,8 @@ def _keep_rows_kernel(
 def gated_delta_rule(
     rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, states: DeviceStateStep
 ) -> None:
-    """See `Operations.gated_delta_rule`. qkv, gates: rows of contiguous elements. out: [T, num_value_heads *
-    value_dim], contiguous; padding rows are not written."""
+    """Gated delta rule over states (`Operations.gated_delta_rule`). qkv, gates: rows of contiguous elements. out: [T,
+    num_value_heads * value_dim], contiguous; padding rows are not written."""
     assert qkv.stride(1) == gates.stride(1) == 1, "the elements of a row lie side by side"
     batch, pages, table = states.batch, states.floats(rule.layer), states.tables[rule.layer]
     columns = batch.rows, batch.query_start, batch.seq_lens, table
@@ -542,7 +542,7 @@ def _gated_norm_kernel(
 
 
 def gated_norm(weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """See `Operations.gated_norm`. x, gate: contiguous."""
+    """Norm of delta rule results times a gate (`Operations.gated_norm`). x, gate: contiguous."""
     assert x.is_contiguous(), "heads lie one behind the other"
     assert gate.is_contiguous(), "and so do their gates"
     out, num_heads, block = torch.empty_like(x), x.numel() // weights.size, next_power_of_2(weights.size)

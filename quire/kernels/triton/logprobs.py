@@ -1,6 +1,6 @@
 """Log-probabilities of tokens, their ranks, and the best tokens of a row. A program reads its row once. Tokens t with
 equal t % LANES form a lane, which keeps its best score and token, and a sum of exponentials. Ties go to the lower
-token, and a row's result depends only on the row."""
+token."""
 
 from __future__ import annotations
 
@@ -151,14 +151,11 @@ def rank(
     *,
     normalized: bool,
 ) -> None:
-    """Best tokens of each row, best first, ties by token id.
-
-    logits: [N, vocab_size], bfloat16, float16 or float32, contiguous rows. targets: [N] int32, a token per row.
-    normalized: values are log-probabilities, else logits. rows: [N] int32, words: parameter table; with `feature` != 0,
-    only rows with it are written. result: [N, result_words(num_best)] int32, num_best <= vocab_size: whether the row is
-    sound (no NaN or plus infinity, and a possible target); the target's rank, 1 for the best; then pairs (token,
-    float32 bits) of the target and the best.
-    """
+    """Best tokens of each row, best first, ties by token id. logits: [N, vocab_size], bfloat16, float16 or float32,
+    contiguous rows. targets: [N] int32, a token per row. normalized: values are log-probabilities, else logits. rows:
+    [N] int32, words: parameter table; with `feature` != 0, only rows with it are written. result: [N,
+    result_words(num_best)] int32: whether the row is sound; the target's rank, 1 for the best; then pairs (token,
+    float32 bits) of the target and the best."""
     vocab_size = logits.shape[1]
     num_best = (result.shape[1] - FIRST_PAIR) // 2 - 1
     launch(

@@ -66,9 +66,9 @@ def norm(
     centred: bool,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [T, size], rows may be strided, any float dtype. weight, bias: [size] or None, in x's dtype or (RMSNorm)
-    float32, which multiplies the unrounded value. centred: LayerNorm, else RMSNorm. residual: [T, size] in x's dtype or
-    None; becomes residual + x, which is normalised. Returns [T, size]."""
+    """LayerNorm or RMSNorm of rows. x: [T, size], rows may be strided, any float dtype. weight, bias: [size] or None,
+    in x's dtype or (RMSNorm) float32, which multiplies the unrounded value. centred: LayerNorm. residual: [T, size] in
+    x's dtype or None; becomes residual + x, which is normalised. Returns [T, size]."""
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -114,7 +114,7 @@ def _sum_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def sum_parts(parts: torch.Tensor) -> torch.Tensor:
-    """(parts[0] + parts[1]) + ..., added in float32 and rounded once."""
+    """Sum of partial results: (parts[0] + parts[1]) + ..., added in float32 and rounded once."""
     assert parts.is_contiguous(), "parts lie one behind the other"
     out = torch.empty_like(parts[0])
     launch(

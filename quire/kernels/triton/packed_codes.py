@@ -55,7 +55,7 @@ I4_I8 = tl.constexpr("{ .reg .b32 t; and.b32 $0, $2, 0x0f0f0f0f; shr.u32 t, $2, 
 
 @triton.jit
 def widen_e2m1(codes, DTYPE: tl.constexpr):
-    """codes: uint8, 0 to 15. See widen_e4m3, with a factor of 2 ** 14."""
+    """Convert e2m1 codes (uint8, 0 to 15) to DTYPE, as `widen_e4m3` with a factor of 2 ** 14."""
     bits = codes.to(tl.uint16)
     return ((((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0).to(DTYPE)
 

@@ -217,7 +217,7 @@ class VarlenAttention:
         *,
         sees_ahead: bool = False,
     ) -> None:
-        """sees_ahead: for batches with `last_seen`."""
+        """Kernel bound to one layer. sees_ahead: for batches with `last_seen`."""
         self._sees_ahead = sees_ahead
         self._tokens = tiles.tokens(layer.num_heads // layer.num_kv_heads)
         scale, cap, window = score_constants(layer)

@@ -26,7 +26,7 @@ GROUP_ROWS = ROWS // 2
 HEAD_DIM = 128
 """Supported head sizes."""
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 56, 224
-"""Registers per thread."""
+"""Registers per thread of the copying and the multiplying warp groups."""
 
 
 def allows_warp_groups(layer: LayerAttention, pages: torch.Tensor, dtype: torch.dtype) -> bool:

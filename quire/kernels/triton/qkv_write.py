@@ -20,7 +20,6 @@ ELEMENTS = 2048
 
 @triton.jit
 def _normed(part, scale, weight, dims, mask, NORM: tl.constexpr):
-    """Part of the heads times their scale and the norm's weight."""
     if NORM:
         gain = tl.load(weight + dims, mask=mask, other=0.0).to(tl.float32)
         part = part * scale[:, None] * gain[None, :]
@@ -156,7 +155,7 @@ def _write_kernel(
 
 
 class HeadPreparation:
-    """`prepare_heads` bound to one layer and its pages."""
+    """`prepare_heads` bound to one layer and its pages, for launches in every step."""
 
     def __init__(self, heads: HeadWeights, pages: torch.Tensor) -> None:
         self._norms = (heads.query_norm, heads.key_norm)

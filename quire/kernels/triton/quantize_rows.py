@@ -16,7 +16,7 @@ from quire.kernels.triton.weight_formats import StoredMatrix
 BLOCK = 4096
 """Elements that a program holds at once."""
 LARGEST = tl.constexpr(127.0)
-"""Largest rounded integer."""
+"""Largest magnitude of a rounded int8 value."""
 LEAST_PEAK = tl.constexpr(2.0**-119)
 """Smallest magnitude; 127 over a smaller one would overflow."""
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -88,8 +88,8 @@ def round_rows(x: torch.Tensor, matrix: StoredMatrix) -> RoundedRows:
 
 
 def round_to_e4m3(x: torch.Tensor, group_size: int) -> RoundedRows:
-    """x: [T, K], rows may be strided. Each group of `group_size` elements (0: the row) is divided by its largest
-    magnitude / 448 and rounded to nearest; non-finite becomes NaN."""
+    """Round rows to e4m3 with scales. x: [T, K], rows may be strided. Each group of `group_size` elements (0: the row)
+    is divided by its largest magnitude / 448 and rounded to nearest; non-finite becomes NaN."""
     num_rows, width = x.shape
     group = group_size or width
     groups = blocks_of(width, group)

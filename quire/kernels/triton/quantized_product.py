@@ -13,7 +13,7 @@ from quire.kernels.triton.weight_formats import E4M3, I4, PLAIN, StoredMatrix
 from quire.kernels.triton.widen import widen
 
 FEW = 16
-"""Rows up to which K of 4-bit matrices is split into the same slices."""
+"""Rows up to which products with 4-bit matrices split K into the same slices."""
 SLICES = 8
 MEDIUM = 128
 """Rows from which the matrix units bound a product, so that widening a 4-bit matrix pays."""
@@ -65,7 +65,7 @@ def quantized_matmul(
     *,
     rounds_activations: bool = False,
 ) -> torch.Tensor:
-    """See `matmul`. matrix: one quantised matrix. For many rows, 4-bit matrices are first widened to x's dtype in
+    """Product with one quantised matrix (`matmul`). For many rows, 4-bit matrices are first widened to x's dtype in
     temporary memory."""
     m, n = x.shape[0], matrix.shape[1]
     widened = matrix.kind >= I4.value and not rounds_activations

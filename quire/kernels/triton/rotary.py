@@ -43,9 +43,9 @@ def rotation_angles(
     grid: Sequence[torch.Tensor] = (),
     axes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions: [T] int32 or int64. inverse_frequencies: [rotary_dim / 2] float32, same device. grid, axes: see
-    `Operations.rotation` and RotaryFrequencies. Returns cos and sin of position * frequency, times the magnitude: [T,
-    rotary_dim / 2] float32 each."""
+    """Cos and sin of rotary positions. positions: [T] int32 or int64. inverse_frequencies: [rotary_dim / 2] float32,
+    same device. grid, axes: see `Operations.rotation` and RotaryFrequencies. Returns [T, rotary_dim / 2] float32 each,
+    times the magnitude."""
     assert axes is not None or not grid, "a rotation by a grid says which elements turn by which of its axes"
     num_rows, half = len(positions), len(inverse_frequencies)
     heights, widths = grid or (positions, positions)

@@ -110,7 +110,8 @@ def _route_kernel(
 
 
 def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
-    """See `Operations.route`. logits: [T, num_experts], rows of contiguous elements. Returns [T, 2 * top_k] float32."""
+    """Choose each token's experts (`Operations.route`). logits: [T, num_experts], rows of contiguous elements. Returns
+    [T, 2 * top_k] float32."""
     assert logits.stride(1) == 1, "the elements of a row lie side by side"
     out = torch.empty(len(logits), 2 * routing.top_k, dtype=torch.float32, device=logits.device)
     if len(logits):
@@ -140,8 +141,8 @@ def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """pairs: [P] int32, row * top_k + place, sorted by expert. tiles: [M, 3] int32: expert (-1: unused), first pair,
-    end of the expert's pairs."""
+    """Pairs of a row and a chosen expert, grouped by expert for tiled products. pairs: [P] int32, row * top_k + place.
+    tiles: [M, 3] int32: expert (-1: unused), first pair, end of the expert's pairs."""
 
     pairs: torch.Tensor
     tiles: torch.Tensor
@@ -196,7 +197,8 @@ def _sort_kernel(
 
 
 def sort_by_expert(routing: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
-    """routing: [T, 2 * top_k] float32, contiguous, from `route`. block_m: pairs per tile."""
+    """Group a step's pairs by expert. routing: [T, 2 * top_k] float32, contiguous, from `route`. block_m: pairs per
+    tile."""
     assert routing.is_contiguous(), "rows lie one behind the other"
     top_k = routing.shape[1] // 2
     num_pairs = len(routing) * top_k

@@ -12,7 +12,7 @@ import triton.language as tl
 from quire.kernels.triton.runtime import blocks_of, launch
 
 WORDS = 1024
-"""Words that a program writes or copies."""
+"""32-bit words that one program writes or copies."""
 TOKENS = 256
 """Tokens, and sequences, that a program prepares."""
 

@@ -18,10 +18,10 @@ STOP = tl.constexpr(layout.STOP)
 BANNED = tl.constexpr(layout.BANNED)
 ALLOWED = tl.constexpr(layout.ALLOWED)
 BANNED_SCORE = tl.constexpr(-1e30)
-"""See `quire.sampling.rules.BANNED_SCORE`."""
+"""Score of a banned token (`quire.sampling.rules.BANNED_SCORE`)."""
 BLOCK = 256
 FILL = 8192
-"""Tokens that one program fills."""
+"""Tokens of the vocabulary whose scores one program fills or masks."""
 
 
 @triton.jit
@@ -144,7 +144,8 @@ def _mask_kernel(scores, indices, words, scores_stride, words_stride, vocab_size
 
 
 def add_logit_bias(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor) -> None:
-    """scores: [R, vocab_size] float32, modified in place; rows: [R] int32, indices in the header of `lists`."""
+    """Add biases to tokens' scores. scores: [R, vocab_size] float32, modified in place; rows: [R] int32, indices in the
+    header of `lists`."""
     launch(_bias_kernel, (len(rows),), scores, rows, lists, scores.stride(0), BLOCK=BLOCK)
 
 

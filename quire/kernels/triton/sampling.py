@@ -1,7 +1,6 @@
-"""Token choice in one pass over the logits: best token, or one sampled from the whole vocabulary. `scan` leaves
-each fixed segment's largest score, that token, and the sum of weights relative to it. `pick` chooses a segment, finds
-the token inside, and writes it. Sampling inverts the cumulative distribution with the host's uniform number, in a fixed
-order, so tokens do not depend on the batch. Limit: memory bandwidth."""
+"""Token choice in one pass over the logits: best token, or one sampled from the whole vocabulary. `scan` leaves each
+segment's largest score, that token, and the sum of weights relative to it. `pick` chooses a segment, finds the token
+inside, and writes it, by the inverse of the cumulative distribution in a fixed order. Limit: memory bandwidth."""
 
 from __future__ import annotations
 

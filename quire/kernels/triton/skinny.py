@@ -25,7 +25,7 @@ TYPES: Mapping[torch.dtype, Any] = {
     torch.float16: tl.float16,
 }
 SUMMED = 512
-"""Columns of a program that adds splits."""
+"""Output columns in which one program adds up the splits of K."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,6 @@ def _multiply(w, x, accumulator, ROUNDED: tl.constexpr):
 
 @triton.jit
 def _zeros(SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
-    """[slices, rows, columns] of zeros; no slice axis for one slice."""
     if SLICES == 1:
         zeros = tl.zeros((ROWS, COLUMNS), DTYPE)
     else:
@@ -229,7 +228,7 @@ def _scaled_rows(result, of_row, scale_at, offset_at, HAS_OFFSETS: tl.constexpr)
 
 @triton.jit
 def _columns(SLICES: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Step's columns (or those of low nibbles): first of each slice, and all."""
+    """Column numbers of a step over K: the first of each slice, and all (of paired formats those of low nibbles)."""
     if SLICES == 1:
         first = 0
         columns = tl.arange(0, PART)
@@ -381,7 +380,8 @@ def skinny_product(
     out: torch.Tensor,
     tiles: SkinnyTiles,
 ) -> None:
-    """See `matmul`; writes to `out`. x: [M, K]; rounded: x rounded, or None. matrix: one, not a stack."""
+    """Product of few rows with a quantised matrix (`matmul`), written to `out`. x: [M, K]; rounded: x rounded, or None.
+    matrix: one, not a stack."""
     m, n = x.shape[0], matrix.shape[1]
     source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
     paired, group = matrix.kind >= I4.value, matrix.group_size

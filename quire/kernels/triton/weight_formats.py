@@ -27,10 +27,10 @@ LEAST_K = 16
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
     """Matrix, or a stack of `count`, on a device. codes: [count, rows, columns] of PLAIN's dtype, int8 (I8),
-    float8_e4m3fn or its bits as uint8 (E4M3: bits if the hardware does not convert); paired formats: [count, rows, runs
-    * 32] uint8, runs = columns / 64 rounded up. scales: [count, rows, groups], float32; uint8 codes for MXFP4 (e8m0)
-    and NVFP4 (e4m3); None for PLAIN. group_size: columns per group, 0: the row. offsets: [count, rows, groups] float32
-    or None (w = scale * code + offset). row_scales: [count, rows] float32, NVFP4 only. All contiguous."""
+    float8_e4m3fn or its bits as uint8 (E4M3); paired formats: [count, rows, runs * 32] uint8, runs = columns / 64
+    rounded up. scales: [count, rows, groups], float32; uint8 codes for MXFP4 (e8m0) and NVFP4 (e4m3); None for PLAIN.
+    group_size: columns per group, 0: the row. offsets: [count, rows, groups] float32 or None. row_scales: [count, rows]
+    float32, NVFP4 only. All contiguous."""
 
     kind: int
     columns: int
@@ -42,7 +42,7 @@ class StoredMatrix:
 
     @classmethod
     def plain(cls, weight: torch.Tensor) -> StoredMatrix:
-        """weight: [rows, columns] or [count, rows, columns]; contiguous."""
+        """Unquantised matrix. weight: [rows, columns] or [count, rows, columns]; contiguous."""
         assert weight.is_contiguous(), "the matrix lies in one piece"
         return cls(PLAIN.value, weight.shape[-1], weight if weight.dim() == 3 else weight[None])
 

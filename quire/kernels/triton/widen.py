@@ -12,7 +12,7 @@ from quire.kernels.triton.runtime import blocks_of, launch, narrow
 from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PAIRED, StoredMatrix, exponent
 
 ROWS = 8
-"""Rows per program."""
+"""Rows of a matrix that one program widens."""
 RUNS = 4
 """Runs of PAIRED columns per program."""
 

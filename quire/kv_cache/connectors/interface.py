@@ -1,10 +1,7 @@
 """Scheduler's half of a KV connector: it knows the cached blocks outside the device, orders their transfers, and
-processes the reports of the worker's half (docs/decisions/0028-kv-connector.md).
-
-Loading a prefix: `lookup` extends a hit; TransferBlocks allocates device blocks for it; `allocated` names them to the
-connector, whose next `orders` carry the load to the workers. Loaded blocks enter the prefix index, and the request
-starts with a plain prefix hit.
-"""
+processes the worker's reports (docs/decisions/0028-kv-connector.md). `lookup` extends a prefix hit; TransferBlocks
+allocates device blocks for it; `allocated` names them to the connector, whose next `orders` carry the load. Loaded
+blocks enter the prefix index, and the request starts with a plain hit."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Lookup(NamedTuple):
-    """Prefix hit that continues in the KV connector."""
+    """Prefix hit that continues in the KV connector's store."""
 
     num_blocks: int
     """Leading hash blocks of the prompt, those on the device included."""
     on_device: list[BlockKey]
-    """Hits that must stay meanwhile."""
+    """Blocks of the hit on the device, which must not be evicted until the load ends."""
     to_load: list[BlockKey]
     """Blocks to load, each into a device block of its own."""
     staged: Sequence[BlockKey] = ()
@@ -36,7 +33,7 @@ class Lookup(NamedTuple):
     is_asynchronous: bool = False
     """True if blocks arrive with a later report, False if they are there for the next plan."""
     is_worthwhile: bool = True
-    """Loading takes less time than computing."""
+    """True if loading takes less time than computing."""
 
 
 class PendingLoad(Protocol):

@@ -25,16 +25,16 @@ MAX_BACKLOG = 2**16
 
 
 class Fetch:
-    """Blocks that one request fetches from disk, and those already on the host."""
+    """Load of one deferred request's blocks from disk to the host pool."""
 
     __slots__ = ("_connector", "held", "num_loading", "wanted")
 
     def __init__(self, connector: OffloadConnector) -> None:
         self._connector = connector
         self.wanted: list[BlockKey] = []
-        """Blocks whose load is not ordered yet."""
+        """Keys of blocks that no order to load names yet."""
         self.held: list[int] = []
-        """Host blocks that the fetch shares, those being loaded included."""
+        """Host blocks that this request keeps from eviction, those being loaded included."""
         self.num_loading = 0
 
     @property
@@ -59,9 +59,9 @@ class TransferCounters:
     def __init__(self) -> None:
         self.num_stored = self.num_store_failures = self.num_loaded = self.num_load_failures = 0
         self.num_host_hits = 0
-        """Blocks swapped in for a prompt ..."""
+        """Blocks copied from host memory to the device for a prefix hit."""
         self.num_disk_hits = 0
-        """... of which these were fetched from disk before."""
+        """Number of those blocks that came from disk."""
         self.num_bytes = 0
         """Bytes in the directory now."""
 
@@ -73,7 +73,7 @@ class OffloadConnector(KVConnector):
         self._device, self._host, self._indexes, self._blocks = pools
         self._disk = DiskIndex(len(self._device))
         self._backlog: dict[BlockKey, None] = {}
-        """Blocks to copy, oldest first."""
+        """Keys of cached blocks that wait to be copied to the host, oldest first."""
         self._storing: dict[int, BlockKey] = {}
         self._storing_keys: set[BlockKey] = set()
         self._loading: dict[int, BlockKey] = {}
@@ -84,9 +84,9 @@ class OffloadConnector(KVConnector):
         self._waiters: dict[int, list[Fetch]] = {}
         """Host block that is being loaded -> fetches that wait for it."""
         self._from_disk: dict[int, BlockKey] = {}
-        """Loaded host block -> its content."""
+        """Host block -> key, for blocks loaded from disk and not used since."""
         self._bringing: list[tuple[int, int]] = []
-        """(host block, device block): copies for this plan."""
+        """(host block, device block) copies that the plan being made orders."""
         self._load_seconds = self._token_seconds = 0.0
         self._num_declined = 0
         self._was_reset = False

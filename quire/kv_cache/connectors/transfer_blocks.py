@@ -1,10 +1,6 @@
-"""Device blocks owned by transfers of the KV connector, and the extension of prefix hits by stored blocks.
-
-- A load owns its block until it ends, once, even without waiting requests.
-- A loaded block enters the prefix index and is kept for the scheduler's next pass, in which its request starts with a
-plain hit; after that it stays cached without an owner.
-- Blocks of a finished sequence are owned until the connector has sent them.
-"""
+"""Device blocks owned by transfers of the KV connector, and the extension of prefix hits by stored blocks. A load owns
+its block until it ends. A loaded block enters the prefix index and is kept for the scheduler's next pass, in which its
+request starts with a plain hit. Blocks of a finished sequence are owned until the connector has sent them."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from quire.kv_cache.prefix_index import PrefixIndex
 from quire.step import BlockKey
 
 MIN_BLOCKS = 2
-"""Fewest blocks worth loading."""
+"""Least number of blocks for which a load begins."""
 
 
 class DeviceLoad:
@@ -32,7 +28,7 @@ class DeviceLoad:
         self._owner = owner
         self.hits: list[int] = []
         self.numbers: set[int] = set()
-        """Unfinished loads, those begun by other requests included."""
+        """Numbers of the loads that the request waits for, those of other requests included."""
         self.orders: list[tuple[int, BlockKey, int]] = []
         """(number of the load, content, device block): loads for the connector to order."""
 
@@ -68,14 +64,14 @@ class TransferBlocks:
         self._arriving: dict[BlockKey, int] = {}
         """Content that can be waited for -> number of its load."""
         self._in_this_plan: list[int] = []
-        """Loads that end with this plan."""
+        """Numbers of the loads that end with the plan being made."""
         self._waiting: dict[DeviceLoad, None] = {}
         self._held: list[int] = []
         """Blocks that requests own through this pass and the next, one entry per share."""
         self._due: list[int] = []
         """Shares from the pass before, released at the end of this one."""
         self._sending: dict[int, list[int]] = {}
-        """Ended sequence -> its blocks."""
+        """Ended sequence -> its blocks, owned until the connector has sent them."""
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
@@ -139,8 +135,8 @@ class TransferBlocks:
         return load
 
     def end_load(self, number: int, *, is_loaded: bool) -> None:
-        """End a block's load. is_loaded: the block holds the requested content (else the load failed). Ended loads are
-        ignored."""
+        """End the load `number` of one block. is_loaded: the block holds the requested content (else the load
+        failed). Ended loads are ignored."""
         arrival = self._arrivals.pop(number, None)
         if arrival is None:
             return

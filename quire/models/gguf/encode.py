@@ -167,7 +167,6 @@ def _codes(x: torch.Tensor, scales: torch.Tensor, least: int, most: int) -> torc
 
 
 def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """[n, 32] -> [n, 16]: first half in the low nibbles, second in the high ones."""
     return codes[:, :16] | codes[:, 16:] << 4
 
 

@@ -108,7 +108,6 @@ def _plain_part(quantization: QuantizationConfig | None, entry: TensorEntry, ele
 
 
 def _matrix_bytes(model: ModelConfig, parts: list[_Part]) -> int:
-    """Bytes of the parts in their own blocks, or in one format."""
     elements, kinds = sum(part.elements for part in parts), {part.kind for part in parts}
     blocks = [part.in_blocks for part in parts if part.in_blocks is not None]
     if len(blocks) == len(parts):

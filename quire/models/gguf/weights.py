@@ -136,7 +136,6 @@ def _named(
 def _gate_and_up(
     file: GGUFFile, entry: TensorEntry, layout: HeadLayout, elsewhere: Collection[str]
 ) -> Iterator[tuple[str, WeightTensor]]:
-    """Gate and up of each expert from a tensor that stacks them."""
     count, rows, columns = entry.shape
     size = entry.num_bytes // count // 2
     for index in range(count):
@@ -152,7 +151,6 @@ def _gate_and_up(
 
 
 def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
-    """[rows, columns] of a matrix, or [size] of a norm's weight or bias."""
     # The elements of a vector may be permuted like the rows of a matrix.
     num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in PLAIN_DTYPES else 1
     rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(num_rows, -1)

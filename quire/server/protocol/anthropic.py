@@ -268,7 +268,6 @@ def _texts(content: str | list[Block], where: str) -> str | list[dict[str, str] 
 
 
 def _parts(blocks: Iterable[tuple[int, Block]], where: str) -> list[dict[str, str] | Picture]:
-    """Convert (place, block of text or image) to parts of a chat message."""
     found: list[dict[str, str] | Picture] = []
     for index, block in blocks:
         if block.type == "image":

@@ -108,8 +108,7 @@ class SamplerFields(RequestStruct, kw_only=True, frozen=True):
 class LlamaFields(SamplerFields, kw_only=True, frozen=True):
     """Fields of completions and infilling. n_predict: maximum number of tokens; 0: only compute the prompt; negative:
     fill the context. t_max_predict_ms: time after the first token, after which the answer ends at its next line break.
-    response_fields: paths of the answer's fields to return (`a/b`: b of a). num_drafts: maximum number of drafts per
-    step."""
+    response_fields: paths of the fields to return (`a/b`: b of a). num_drafts: maximum drafts per step."""
 
     model: str | None = None
     stream: bool = False

@@ -86,8 +86,8 @@ class OllamaOptions(SamplerFields, kw_only=True, frozen=True):
         return ["options.repeat_last_n"] if (self.repeat_last_n or 0) > 0 else []
 
     def sampling(self, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Fields of a chat or completion. defaults: the model's sampling parameters. longest: context length in
-        tokens."""
+        """Fields of a chat or completion, with Ollama's defaults where the model has none. defaults: the model's
+        sampling parameters. longest: context length in tokens."""
         limit = self.num_predict if (self.num_predict or 0) > 0 else longest
         return self.sampler_fields(SAMPLING, defaults) | {"max_tokens": limit}
 
@@ -224,7 +224,6 @@ def image_parts(images: list[str], text: str, where: str) -> str | list[dict[str
 
 
 def _result(message: OllamaMessage, waiting: dict[str, str]) -> dict[str, Any]:
-    """Name and id of a tool's result. waiting: id -> name of calls without a result; this call is removed."""
     named = [call_id for call_id, name in waiting.items() if name == message.tool_name]
     call_id = message.tool_call_id or next(iter(named or waiting), None)
     name = message.tool_name or waiting.get(call_id or "")

@@ -60,16 +60,16 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
-    """input: a user's text, or items. instructions: system message. store: keep the response for later requests.
-    background: return at once; the response is made whether or not the client waits. max_tool_calls: only echoed,
-    because there are no server tools. truncation: "auto" cuts the beginning of a prompt that is too long.
-    enable_response_messages: return the texts and tokens of prompt and answer. Sampling fields as at the chat
-    endpoint."""
+    """Body of a response request. input: a user's text, or items. instructions: system message. store: keep the
+    response for later requests; None keeps all but those of a batch's lines. background: return at once, and make
+    the response whether or not the client waits. max_tool_calls: only echoed. truncation: "auto" cuts the beginning
+    of a prompt that is too long. enable_response_messages: return the texts and tokens of prompt and answer.
+    Sampling fields as of chats."""
 
     input: str | Items
     instructions: str | None = None
     previous_response_id: ShortString | None = None
-    store: bool = True
+    store: bool | None = None
     background: bool = False
     stream: bool = False
     tools: list[ResponseTool] = []  # noqa: RUF012  # msgspec copies it
@@ -121,7 +121,7 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     }
 
     def __post_init__(self) -> None:
-        if self.background and not self.store:
+        if self.background and self.store is False:
             raise UserError("background can only be used when `store` is true", param="background")
 
     def to_chat(self) -> dict[str, Any]:

@@ -119,7 +119,6 @@ def _cache_scales(model: ModelConfig, load: LoadConfig) -> dict[str, list[float]
 
 
 def _fingerprint(path: Path) -> str:
-    """Hash of a file's size and content, sampled if large."""
     digest = hashlib.sha256(str(path.stat().st_size).encode())
     for piece in _pieces(path):
         digest.update(piece)

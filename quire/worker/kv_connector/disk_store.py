@@ -161,7 +161,6 @@ class DiskStore:
             self._tell(tell)
 
     def _write(self, host_block: int, key: BlockKey) -> bool:
-        """Write a block's file. Returns False if another engine has stored it."""
         path = self._directory.path_of(key)
         if key not in self._damaged:
             try:

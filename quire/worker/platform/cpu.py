@@ -223,7 +223,6 @@ class CpuPlatform:
         return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens, deal=deal)
 
     def _make_draft_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
-        """Back ends for a draft model. layout: its layers, numbered from 0."""
         draft = self._config.speculation.draft
         assert draft is not None, "a model makes drafts"
         config, num_heads = replace(self._config, model=draft), draft.num_heads // self._draft_group.size

@@ -138,7 +138,6 @@ class DeviceDrafts:
         return None if given is None else Proposal(given, len(given))
 
     def _pending(self, seq_id: int) -> int:
-        """Number of drafts of a sequence in plans whose results are not known yet."""
         return sum(each.get(seq_id, 0) for each in self._in_flight)
 
     def _most_behind_tokens(self, num_tokens: int) -> int:

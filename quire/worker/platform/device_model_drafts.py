@@ -98,7 +98,6 @@ class MadeDrafts(DeviceDrafts):
         return max(0, min(self._arena.drafts.max_drafts, self._passes.longest - num_tokens))
 
     def _num_ready(self, plan: StepPlan, samples: SampleRows | None) -> list[int]:
-        """Number of drafts that each sample's next step may have."""
         if samples is None:
             return []
         firsts = samples.starts

@@ -74,7 +74,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def tensors_of(root: object) -> Iterator[torch.Tensor]:
-    """Tensors reachable from `root` through this package's objects and containers."""
+    """Tensors reachable from `root` through this package's objects and containers: weights that sleep moves."""
     seen: set[int] = set()
     waiting: list[object] = [root]
     while waiting:
