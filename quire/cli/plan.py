@@ -255,7 +255,8 @@ def as_text(report: PlanReport) -> str:
     if devices.devices_per_replica > 1:
         share = format_bytes(plan.device_weight_bytes)
         rows.append(("devices", f"{devices.devices_per_replica} ({devices}); each, at most, {share} of weights"))
-        rows.append(("sent a token", f"{_exchange(report)}, by each device to others (a token that is sampled)"))
+        of = "" if devices.pcp > 1 else " (a token that is sampled)"
+        rows.append(("sent a token", f"{_exchange(report)}, by each device to others{of}"))
     if adapters := plan.config.adapters.num_slots:
         rows.append(
             ("adapters", f"{format_bytes(plan.adapter_bytes)} for {adapters} of rank {plan.config.adapters.max_rank}")

@@ -45,8 +45,8 @@ class Mesh:
         return ((place.dp * sizes.pp + place.pp) * sizes.pcp + place.pcp) * sizes.tp + place.tp
 
     def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
-        """Groups of a kind of `KINDS`, ascending. Every rank is in exactly one. A group of "tp", "pcp", "pp" or "dp" has
-        that coordinate from 0 on and shares the others. A group of "dcp" has `dcp` neighbours of a group of "tp". A
+        """Groups of a kind of `KINDS`, ascending. Every rank is in exactly one. A group of "tp", "pcp", "pp" or "dp"
+        has that coordinate from 0 on and shares the others. A group of "dcp" has `dcp` neighbours of a group of "tp". A
         group of "ep" has `ep` ranks of one stage: the tp ranks of neighbouring replicas."""
         return tuple(sorted(self._groups(kind)))
 
