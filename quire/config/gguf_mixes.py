@@ -102,6 +102,5 @@ def _wanted(name: str, columns: int, mix: str, model: MixedModel) -> str:
 
 
 def _counts_more(layer: int, num_layers: int) -> bool:
-    """True in the first and the last eighth of the layers, and for each third layer between."""
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2

@@ -108,7 +108,6 @@ class KnownAdapters:
             self._by_name[name], self._by_number[request.lora_int_id] = request, (request, ref)
 
     def _request(self, name: str, path: str, base_model_name: str | None) -> LoRARequest:
-        """LoRARequest that stands for a name; an unknown name gets a new number."""
         known = self._by_name.get(name)
         if known is None:
             number = self._last_number = max(self._last_number, max(self._by_number, default=0)) + 1

@@ -73,7 +73,6 @@ class CulpritSearch:
         return True
 
     def _try_next(self) -> None:
-        """Give the engine the next group of suspects; without one, the search ends."""
         while self._groups and not self._tried:
             self._suspects = self._groups.pop(0)
             self._tried = list(self._suspects)

@@ -356,7 +356,6 @@ class Fleet:
             self._end(error)
 
     def _pump(self, member: Member, deadline: float | None) -> Parts | None:
-        """Member's next outputs by session, after starting its engine if it has none; None at the deadline."""
         while True:
             self._raise_if_over()
             try:

@@ -108,7 +108,6 @@ class PythonicFormat:
 
 
 def _expression(reader: TextReader) -> Steps[tuple[str, str]]:
-    """Argument's text and the "," or ")" after it, "" at the end of the text."""
     parts: list[str] = []
     depth = 0
     while True:

@@ -81,7 +81,6 @@ class ResponseElsewhere:
         await self._ask(_Delete(*self._key), bytes)
 
     async def _ask(self, question: _Question, answer: Any) -> Any:
-        """Answer of the maker, as type `answer`; None if it lacks the response or has ended."""
         payload = await self._store.ask(self._maker, msgspec.msgpack.encode(question))
         return None if payload is None else msgspec.msgpack.decode(payload, type=answer | None)
 

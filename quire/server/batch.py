@@ -193,7 +193,6 @@ async def _answer(
 
 
 def _error_in(answer: httpx.Response) -> dict[str, Any]:
-    """Error of an answer in any API's form; Ollama's is a text."""
     found = msgspec.json.decode(answer.content)
     error = found.get("error", found) if isinstance(found, dict) else found
     return error if isinstance(error, dict) else {"message": str(error), "type": error_type(answer.status_code)}

@@ -114,7 +114,6 @@ class BatchRunner:
         Batches(space).sweep()
 
     async def _start_next(self) -> None:
-        """Start the oldest open batch of each key that has none running, and batches that only have to be ended."""
         running = set(self._running)  # before records are read: one that ends meanwhile is read too early
         answering = {owner for owner, _ in self._running.values()}
         for owner, batch in await self._store.in_thread(self._read_open, running):

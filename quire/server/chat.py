@@ -238,7 +238,6 @@ class ChatAnswer(Answer[ChatRequest]):
             raise error.named(self._names) from None
 
     def _role_event(self, event: Begin) -> bytes:
-        """First chunk of a choice, with its role; the stream's first also has the prompt's fields."""
         chunk = self._chunk([ChatChunkChoice(index=event.choice, delta=Delta(role=self._role, content=""))])
         if event.is_first:
             self._add_prompt(chunk, event.output)

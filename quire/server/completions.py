@@ -135,7 +135,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
         )
 
     def _index_of_text(self, prompt_index: int, output: RequestOutput) -> int:
-        """Index of the choice to which the output adds only text; -1 if it adds more."""
         if len(output.outputs) != 1 or not self._streams_texts:
             return -1
         completion = output.outputs[0]

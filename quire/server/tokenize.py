@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import FastAPI, Request, Response
 
 from quire.errors import UserError
+from quire.server.auth import Endpoint
 from quire.server.context import ServerContext
 from quire.server.generation import render_chat
+from quire.server.json_bodies import any_type
 from quire.server.protocol.llama_cpp import LlamaPiece, LlamaTokens
 from quire.server.protocol.tokenize import (
     DetokenizeRequest,
@@ -16,13 +20,21 @@ from quire.server.protocol.tokenize import (
 )
 from quire.server.reading import read_request
 from quire.server.responses import json_response
+from quire.server.settings import LLAMA_CPP
+
+
+def _as_it_is(endpoint: Endpoint) -> Endpoint:
+    return endpoint
 
 
 def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
     engine, tokenizer = context.engine, context.tokenizer
     longest = engine.ready.max_model_len
+    # llama.cpp's clients send JSON under any name.
+    takes_bodies: Callable[[Endpoint], Endpoint] = any_type if LLAMA_CPP in context.settings.doors else _as_it_is
 
     @app.post("/tokenize")
+    @takes_bodies
     async def tokenize(request: Request) -> Response:
         body = await read_request(request, context, TokenizeRequest)
         context.served_name(body.model)
@@ -40,6 +52,7 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
         return json_response(TokenizeResponse(len(tokens), longest, tokens, strings))
 
     @app.post("/detokenize")
+    @takes_bodies
     async def detokenize(request: Request) -> Response:
         body = await read_request(request, context, DetokenizeRequest)
         context.served_name(body.model)

@@ -381,7 +381,6 @@ class CostModel:
         self._exchange = self._moe_layers * self._exchange_seconds(experts.num_active) / layout.tp if whole else 0.0
 
     def _exchange_seconds(self, picks: int) -> float:
-        """Seconds to send one token to its experts' devices and back, in one layer. picks: its routed experts."""
         hardware, factor = self.hardware, self.hardware.factors.link
         there = min(self._row_size, max(1.0, DTYPE_BYTES[self.precision.experts or self.precision.weights]))
         num_bytes = self.shape.hidden * (there + self._row_size)

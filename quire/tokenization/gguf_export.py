@@ -165,7 +165,6 @@ def _pieces(
 def _by_merges(
     content: Mapping[str, Any], model: Mapping[str, Any], added: Sequence[Mapping[str, Any]], directory: Path
 ) -> SentencePieces:
-    """Pieces of a tokenizer.json that came from sentencepiece: earlier merges score higher."""
     if not model.get("byte_fallback"):
         raise ModelLoadError(f"{directory}: its tokenizer is neither byte-level nor sentencepiece's; {WITHOUT}")
     adds_space = any(step["type"] == "Prepend" for step in _steps(content.get("normalizer"), "normalizers"))

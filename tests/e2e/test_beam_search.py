@@ -203,14 +203,12 @@ def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
 
 @pytest.fixture(scope="module")
 def alone(model: Variant) -> list[list[CompletionOutput]]:
-    """Each request in an engine that has nothing else to do, and keeps no blocks of earlier ones."""
-    options = {"num_blocks_override": 400, "num_threads": 1, "skip_tokenizer_init": True, **model.options}
-    with model.held_to_isa(), LLM(model.directory, enable_prefix_caching=False, **options) as llm:
-        return [
-            outputs
-            for prompt, params in zip(PROMPTS, MIXED, strict=True)
-            for outputs in completions(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False))
-        ]
+    """Each request in an engine that has nothing else to do."""
+    return [
+        outputs
+        for prompt, params in zip(PROMPTS, MIXED, strict=True)
+        for outputs in completions(generate(model, [prompt], params)[0])
+    ]
 
 
 def completions(outputs: Sequence[RequestOutput]) -> list[list[CompletionOutput]]:

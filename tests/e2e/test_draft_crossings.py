@@ -50,23 +50,17 @@ def ask(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[RequestOutput]:
     return llm.generate(asked, KINDS[: len(prompts)], use_tqdm=False)
 
 
-_WITHOUT_DRAFTS: dict[str, list[object]] = {}
-"""Results of scenarios without drafts, which both drafters are compared with."""
-
-
 def check(model: str, drafts: dict[str, Any], scenario: Scenario = ask, **options: Any) -> dict[str, Any]:
     """Run a scenario without drafts and with them; returns the statistics of the latter."""
     tier = ("kv_offload_dir", "kv_offload_size", "swap_space")
     plain_options = {name: value for name, value in options.items() if name not in tier}
-    key = repr((model, scenario.__qualname__, sorted(plain_options.items())))
-    if key not in _WITHOUT_DRAFTS:
-        with LLM(model, **{**BASE, **plain_options}) as llm:
-            _WITHOUT_DRAFTS[key] = exact(scenario(llm))
-            assert llm.stats()["draft_tokens_total"] == 0
+    with LLM(model, **{**BASE, **plain_options}) as llm:
+        expected = exact(scenario(llm))
+        assert llm.stats()["draft_tokens_total"] == 0
     with LLM(model, speculative_config=drafts, **{**BASE, **options}) as llm:
         found = exact(scenario(llm))
         stats = llm.stats()
-    assert found == _WITHOUT_DRAFTS[key]
+    assert found == expected
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
     return stats
 
@@ -123,7 +117,6 @@ def test_sleep(level: int, directory: Directory, drafts: dict[str, Any]) -> None
         llm.wake_up()
         return before + ask(llm)
 
-    scenario.__qualname__ += str(level)
     check(directory("llama-wide"), drafts, scenario, queue_depth=2)
 
 

@@ -12,10 +12,11 @@ import msgspec
 
 from quire.config.media import TEXT_DEFAULTS, MediaConfig
 from quire.engine.pictures import Pictures
+from quire.multimodal.inputs import VideoInputs
 from quire.multimodal.preparing import Preparation
 from quire.multimodal.processors import Normalisation, QwenProcessor
 from quire.multimodal.sources import Picture
-from quire.multimodal.video_marks import ReadyVideo
+from quire.multimodal.video_marks import ReadyVideo, VideoRuns
 from quire.multimodal.videos import VIDEO_SECONDS, VideoProcessor
 from quire.prompt_image import ReadyImage
 from quire.tokenization.jobs import BODY_LIMITS, ReadLimits
@@ -25,7 +26,7 @@ IMAGE = ReadyImage((1, 1, 1), b"key", b"", (8, 8), is_encoded=False, is_whole=Fa
 QWEN = QwenProcessor(4, 2, 2, 64, 1600, 3, True, Normalisation(None, None, None))
 VIDEO = VideoProcessor(QWEN, 64, 4096, 2.0, None, 4, 768, None)
 INPUTS: Any = SimpleNamespace(
-    videos=SimpleNamespace(processor=VIDEO), preparation=lambda *_: Preparation(QWEN, (255, 255, 255))
+    videos=VideoInputs(VIDEO, VideoRuns(9)), preparation=lambda *_: Preparation(QWEN, (255, 255, 255))
 )
 
 

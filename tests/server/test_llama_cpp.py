@@ -209,6 +209,12 @@ class TestState:
         assert theirs["tokens"][1:] == tokens["tokens"]
         text = (await served.client.post("/detokenize", json=tokens)).json()
         assert text == {"prompt": "ab", "content": "ab"}
+        for path, body in (("/tokenize", {"content": "ab"}), ("/detokenize", tokens)):  # as the manual's curl sends it
+            form = {"Content-Type": "application/x-www-form-urlencoded"}
+            sent = {"content": json.dumps(body), "headers": form}
+            assert (await served.client.post(path, **sent)).status_code == 200
+            sent["headers"] = {**form, "Origin": "http://other.example"}
+            assert (await served.client.post(path, **sent)).status_code in (403, 415)
         for wrong in ({"content": "a", "prompt": "b"}, {"prompt": "a", "add_special": True}):
             assert (await served.client.post("/tokenize", json=wrong)).status_code == 400
 

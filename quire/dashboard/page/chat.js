@@ -105,7 +105,7 @@ function openChat(chat) {
   drawLog();
   drawSamples();
   chooseRole();
-  if (matchMedia("(hover: hover)").matches && !byId("chat-view").hidden) byId("message").focus();
+  if (!isTouched() && !byId("chat-view").hidden) byId("message").focus();
 }
 
 function promote(chat) {
@@ -202,6 +202,7 @@ function canAsk() {
 // Asks for the answer that stands at `index`; what is there and behind it goes. continued: the answer there, which goes on.
 async function answerFrom(index, continued = null, before = [...chats.open.messages]) {
   if (answering.abort !== null || !canAsk()) return;
+  if (continued?.content === "") return answerFrom(index, null, before); // there is nothing to go on with
   const chat = chats.open;
   const message = continued ? { ...continued, error: "", note: "" } : newMessage("assistant", "");
   chat.messages = [...chat.messages.slice(0, index), ...(continued ? [message] : [])];
@@ -306,7 +307,7 @@ function setBusy(isBusy) {
   byId("log").setAttribute("aria-busy", isBusy);
   if (!hadFocus || byId("first-view").hidden) return;
   if (isBusy) byId("halt").focus();
-  else if (!matchMedia("(pointer: coarse)").matches) byId("message").focus();
+  else if (!isTouched()) byId("message").focus();
 }
 
 function sayChat(text, isBad = false) {

@@ -11,7 +11,7 @@ function buildComposer() {
   });
   field.addEventListener("keydown", (event) => {
     // A telephone's keyboard has no Shift+Enter: there Enter begins a line.
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches) return;
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || isTouched()) return;
     event.preventDefault();
     sendMessage();
   });
@@ -75,7 +75,7 @@ function sendMessage() {
     sayChat(role === "tool" ? "" : "added; Answer asks for what comes next");
   }
   chooseRole();
-  if (!matchMedia("(pointer: coarse)").matches) field.focus();
+  if (!isTouched()) field.focus();
 }
 
 // Takes the pictures among some files into the message.

@@ -114,7 +114,7 @@ function setTask(task) {
   if (task !== "chat") return;
   drawLog(); // which names the model
   drawSamples();
-  if ([document.body, byId("key")].includes(document.activeElement) && matchMedia("(hover: hover)").matches) byId("message").focus();
+  if ([document.body, byId("key")].includes(document.activeElement) && !isTouched()) byId("message").focus();
 }
 
 function showTab() {

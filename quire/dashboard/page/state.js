@@ -1,6 +1,7 @@
 // What the page knows: the last frame, worked up once for all that draw it, and what the reader points at.
 
 const byId = (id) => document.getElementById(id);
+const isTouched = () => matchMedia("(pointer: coarse)").matches; // there a focus brings up the keyboard
 
 const state = {
   frame: null,

@@ -288,7 +288,6 @@ def _is_expansion_of(call: KernelCall, shrink: KernelCall, linear: KernelCall, n
 
 
 def _activates(call: KernelCall, linear: KernelCall, num_readers: Counter[Buffer]) -> bool:
-    """True if `call` is the activation of a fused layer's columns and their only reader."""
     return (
         (linear.kernel, call.kernel) == ("adapted_linear", "activate")
         and (call.constants["up"] == 0 or call.constants["step"] == 2 * call.constants["up"])

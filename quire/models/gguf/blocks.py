@@ -103,7 +103,6 @@ def _quarters(packed: Bytes) -> Bytes:
 
 
 def _side_by_side(packed: Bytes) -> Bytes:
-    """[n, w], w a multiple of 8 -> a contiguous copy."""
     words = packed.view("<u8")
     out = np.empty(words.shape, dtype="<u8")
     for column in range(words.shape[1]):

@@ -171,13 +171,11 @@ def _nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _runs(codes: torch.Tensor) -> torch.Tensor:
-    """[B, 256] -> [B, 128]: per 64, the first 32 in the low nibbles."""
     runs = codes.view(-1, 4, 2, 32)
     return (runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1)
 
 
 def _fifth_bits(codes: torch.Tensor) -> torch.Tensor:
-    """[B, 32] -> [B, 4], lowest bit first."""
     return ((codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)).sum(2, dtype=torch.uint8)
 
 

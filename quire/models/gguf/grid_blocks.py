@@ -124,7 +124,6 @@ def _tq2_0(blocks: Bytes) -> Parts:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """[n, w] -> [n, 2 w]: low nibble, then high nibble of each byte."""
     return np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)
 
 
@@ -136,13 +135,11 @@ def _with_even_signs(entries: Words, grid: npt.NDArray[np.uint32]) -> tuple[npt.
 
 
 def _signed(sizes: Words, masks: Words) -> npt.NDArray[np.int8]:
-    """Words of eight bytes [n, w] -> [n, 8 w] int8, negated where the mask is ones."""
     return (sizes ^ masks).view(np.int8) - masks.view(np.int8)
 
 
 @cache
 def _sign_masks() -> Words:
-    """Masks by byte, [256]: a byte of ones for each set bit."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return (bits * np.uint8(255)).view("<u8")[:, 0]
 

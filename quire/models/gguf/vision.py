@@ -61,8 +61,6 @@ def tower_tensors(path: Path, config: VisionConfig) -> Iterator[tuple[str, torch
 
 
 def _names(config: VisionConfig, *, is_swapped: bool) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Names outside and inside the layers. is_swapped: the MLP's matrices have each other's names, as in older
-    files."""
     if config.is_pooled:
         layer = dict(_POOLED_LAYER)
         if is_swapped:

@@ -270,7 +270,6 @@ def _listed_parts(content: str | Sequence[ItemPart] | None, kind: str) -> list[d
 
 
 def _add_to_assistant(found: list[dict[str, Any]], item: InputItem, where: str) -> None:
-    """Add reasoning, text or a call to the last message, or to a new one if it has such a part."""
     last = found[-1] if found and found[-1]["role"] == "assistant" else None
     if item.type == "function_call":
         if last is None:

@@ -129,7 +129,6 @@ class CacheDirectory:
         return gone
 
     def _blocks(self) -> Iterator[StoredBlock]:
-        """Every block of every namespace; stale unfinished files are removed on the way."""
         self.num_foreign = 0
         for namespace in _entries(self.path):
             if not _NAMESPACE.fullmatch(namespace.name) or not namespace.is_dir(follow_symlinks=False):
