@@ -7,6 +7,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "attention.h"
 #include "bindings.h"
 #include "encoder.h"
@@ -114,7 +116,33 @@ void bind_collectives(nb::module_& module) {
             ranks.all_reduce(at<float>(x), width, reinterpret_cast<float*>(out), width, rows, width, team);
             ranks.check();
           },
-          "x"_a, "out"_a, "rows"_a, "width"_a, nb::call_guard<nb::gil_scoped_release>());
+          "x"_a, "out"_a, "rows"_a, "width"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "gather_others",
+          [](SharedRanks& ranks, Pool& pool, uintptr_t x, int64_t x_stride, uintptr_t out, int64_t out_stride,
+             const std::vector<int64_t>& counts, int64_t width) {
+            if (static_cast<int>(counts.size()) != ranks.ranks() || width < 1 || width > SharedRanks::kSlot ||
+                std::any_of(counts.begin(), counts.end(), [](int64_t count) { return count < 0; }))
+              throw std::invalid_argument("a count of rows for each rank expected, and rows that fit into a slot");
+            struct Gather {
+              SharedRanks& ranks;
+              const float* x;
+              int64_t x_stride;
+              float* out;
+              int64_t out_stride;
+              const int64_t* counts;
+              int64_t width;
+            } gather{ranks, at<float>(x), x_stride, reinterpret_cast<float*>(out), out_stride, counts.data(), width};
+            nb::gil_scoped_release released;
+            pool.run(
+                [](void* argument, Team& team) {
+                  const Gather& each = *static_cast<Gather*>(argument);
+                  each.ranks.gather_others(each.x, each.x_stride, each.out, each.out_stride, each.counts, each.width, team);
+                },
+                &gather, Pool::Crew::kWhole);
+            ranks.check();
+          },
+          "pool"_a, "x"_a, "x_stride"_a, "out"_a, "out_stride"_a, "counts"_a, "width"_a);
 }
 
 void bind_program(nb::module_& module) {

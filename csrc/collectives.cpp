@@ -205,6 +205,30 @@ void SharedRanks::merge_parts(const float* x, int64_t x_stride, float* out, int6
   }
 }
 
+void SharedRanks::gather_others(const float* x, int64_t x_stride, float* out, int64_t out_stride, const int64_t* counts,
+                                int64_t width, Team& team) noexcept {
+  const int64_t longest = *std::max_element(counts, counts + ranks_), most = std::max<int64_t>(1, kSlot / width);
+  const auto [first, last] = columns_of(team, width);
+  const std::size_t size = static_cast<std::size_t>(last - first) * sizeof(float);
+  for (int64_t row = 0; row < longest; row += most) {
+    if (failed_.load(std::memory_order_relaxed)) return;
+    const auto held = [&](int rank) { return std::clamp<int64_t>(counts[rank] - row, 0, most); };
+    const uint32_t meeting = meeting_;
+    float* own = slot(meeting, rank_);
+    for (int64_t t = 0; t < held(rank_); ++t)
+      std::memcpy(own + t * width + first, x + (row + t) * x_stride + first, size);
+    if (!meet(team)) return;
+    float* to = out + row * out_stride;
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (rank == rank_) continue;
+      const float* part = slot(meeting, rank);
+      for (int64_t t = 0; t < held(rank); ++t)
+        std::memcpy(to + t * out_stride + first, part + t * width + first, size);
+      to += counts[rank] * out_stride;
+    }
+  }
+}
+
 Peers SharedRanks::peers(int count) const {
   if (count == 0) return {0, ranks_};
   if (count < 1 || ranks_ % count != 0) throw std::invalid_argument("groups of ranks that do not divide them");

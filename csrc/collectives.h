@@ -50,6 +50,11 @@ class SharedRanks {
   void merge_parts(const float* x, int64_t x_stride, float* out, int64_t out_stride, int64_t rows, int64_t num_heads,
                    int64_t head_dim, Peers peers, Team& team) noexcept;
 
+  // out, [sum of the others' counts, width] = the others' x in the order of the ranks. x: [counts[rank], width]. counts: of
+  // all ranks, the same on each; width: at most kSlot.
+  void gather_others(const float* x, int64_t x_stride, float* out, int64_t out_stride, const int64_t* counts, int64_t width,
+                     Team& team) noexcept;
+
   // The neighbours among which this rank is, where every `count` ranks are a group (0: all).
   Peers peers(int count) const;
 

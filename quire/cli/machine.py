@@ -69,7 +69,7 @@ class Machine:
                 f"a KV cache of {format_bytes(kv_memory)} does not fit into the {format_bytes(memory)} that machine "
                 "and control groups leave: the system ends the engine when the cache fills (raise the memory limit)"
             )
-        if config.parallel.tp > 1 and (self.shared_memory or 0) < LEAST_SHARED_MEMORY:
+        if config.parallel.tp * config.parallel.pcp > 1 and (self.shared_memory or 0) < LEAST_SHARED_MEMORY:
             problems.append(
                 "/dev/shm is too small for the ranks of one model: give the container 1 GiB (--shm-size, or a volume "
                 "of medium Memory)"

@@ -39,7 +39,8 @@ GB = 10**9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "attention_backend", "matmul_precision", "num_threads", "step_log",
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-    "decode_context_parallel_size", "cp_kv_cache_interleave_size", "expert_placement_strategy",
+    "decode_context_parallel_size", "prefill_context_parallel_size", "cp_kv_cache_interleave_size",
+    "expert_placement_strategy",
     "distributed_executor_backend", "ray_placement",
     "skip_tokenizer_init", "enforce_eager", "cuda_graphs", "cuda_graph_sizes", "batch_invariant", "expert_counts",
     "activation_bits",
@@ -79,7 +80,8 @@ def build_parser() -> Parser:
     )
     for flags, text in ((("--tp", "--tensor-parallel-size"), "devices that share each layer"),
                         (("--pp", "--pipeline-parallel-size"), "pipeline stages"),
-                        (("--dcp", "--decode-context-parallel-size"), "of tp, share a context's tokens")):  # fmt: skip
+                        (("--dcp", "--decode-context-parallel-size"), "of tp, share a context's tokens"),
+                        (("--pcp", "--prefill-context-parallel-size"), "groups that share prompts")):  # fmt: skip
         group.add_argument(*flags, metavar="N", type=int, default=1, help=f"{text} (1)")
     group.add_argument(
         "--tokens", metavar="N", type=int, action="append", default=[], help="length to report; may be repeated"
@@ -95,8 +97,10 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
-    sizes = {"tensor_parallel_size": namespace.tp, "pipeline_parallel_size": namespace.pp}
-    layout = parallel_config(_replace_options(options, **sizes, decode_context_parallel_size=namespace.dcp))
+    names = {"tensor": namespace.tp, "pipeline": namespace.pp, "decode_context": namespace.dcp}
+    names["prefill_context"] = namespace.pcp
+    sizes = {f"{name}_parallel_size": size for name, size in names.items()}
+    layout = parallel_config(_replace_options(options, **sizes))
     if namespace.kv_waste:
         print(_kv_waste(namespace, options, layout))
         return 0
@@ -251,7 +255,8 @@ def as_text(report: PlanReport) -> str:
     if devices.devices_per_replica > 1:
         share = format_bytes(plan.device_weight_bytes)
         rows.append(("devices", f"{devices.devices_per_replica} ({devices}); each, at most, {share} of weights"))
-        rows.append(("sent a token", f"{_exchange(report)}, by each device to others (a token that is sampled)"))
+        of = "" if devices.pcp > 1 else " (a token that is sampled)"
+        rows.append(("sent a token", f"{_exchange(report)}, by each device to others{of}"))
     if adapters := plan.config.adapters.num_slots:
         rows.append(
             ("adapters", f"{format_bytes(plan.adapter_bytes)} for {adapters} of rank {plan.config.adapters.max_rank}")
@@ -391,6 +396,7 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
         "tensor_parallel_size": report.layout.tp,
         "pipeline_parallel_size": report.layout.pp,
         "decode_context_parallel_size": report.layout.dcp,
+        "prefill_context_parallel_size": report.layout.pcp,
         "num_redundant_experts": report.layout.redundant_experts,
         "exchanged_bytes_per_token": _exchange(report)._asdict(),
         "memory_bytes": plan.total_memory,

@@ -100,7 +100,7 @@ def build_parser() -> Parser:
     group = parser.add_argument_group("what serves")
     group.add_argument("--model", metavar="M", required=True, help=f"a config.json, its directory, or one of {', '.join(built_in())}")  # fmt: skip  # noqa: E501
     group.add_argument("--gpu", metavar="NAME", default="h100", help=f"a profile's JSON file, or one of {', '.join(profiles())} (h100)")  # fmt: skip  # noqa: E501
-    for name, text in (("tp", "devices that share each layer"), ("pp", "pipeline stages"), ("dp", "replicas"), ("ep", "devices over which experts are spread"), ("dcp", "devices of tp with one key head that share a context's tokens")):  # fmt: skip  # noqa: E501
+    for name, text in (("tp", "devices that share each layer"), ("pp", "pipeline stages"), ("dp", "replicas"), ("ep", "devices over which experts are spread"), ("dcp", "devices of tp with one key head that share a context's tokens"), ("pcp", "groups of devices that share prompts")):  # fmt: skip  # noqa: E501
         group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{text} (1)")
     group.add_argument("--router", metavar="NAME", default="round-robin", help=f"of the replicas: {', '.join(ROUTERS)} (round-robin)")  # fmt: skip  # noqa: E501
     group.add_argument("--dtype", metavar="NAME", help="of the weights (auto: as stored)")
@@ -132,7 +132,8 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
     from quire.simulator.shape import find_shape
 
     shape = find_shape(namespace.model)
-    layout = ParallelConfig(tp=namespace.tp, pp=namespace.pp, dp=namespace.dp, ep=namespace.ep, dcp=namespace.dcp)
+    sizes = {name: getattr(namespace, name) for name in ("tp", "pp", "dp", "ep", "dcp", "pcp")}
+    layout = ParallelConfig(**sizes)
     stored, kept = (None if name == "auto" else name for name in (namespace.dtype, namespace.kv_cache_dtype))
     precision = Precision.of(shape, stored, kept)
     if not 0 < namespace.slo_percentile <= 100:
@@ -200,6 +201,8 @@ def _question(namespace: argparse.Namespace) -> str:
         raise UserError("--sweep tries what experts can be spread over: leave --ep out", param="ep")
     if namespace.dcp > 1 and question == "sweep":
         raise UserError("--sweep tries what a context can be shared by: leave --dcp out", param="dcp")
+    if namespace.pcp > 1 and question == "sweep":
+        raise UserError("--sweep compares rates, which shared prompts do not raise: leave --pcp out", param="pcp")
     if namespace.slo is None and namespace.slo_percentile != SLO_PERCENTILE:
         raise UserError("--slo-percentile needs objectives: --slo ttft=1s,tpot=50ms", param="slo_percentile")
     if question == "find_rate" and namespace.slo is None:

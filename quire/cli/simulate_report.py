@@ -107,7 +107,7 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
         best = max(result.points, key=lambda point: point.tokens_per_device)
         row = [
             str(result.layout),
-            format_bytes(sum(_exchange(scenario, result.layout))),
+            format_bytes(sum(_exchange(scenario, result.layout)[:2])),
             f"{best.tokens_per_device:,.0f}",
             f"{best.tpot * MILLISECONDS:,.1f}",
             f"{max(point.interactivity for point in result.points):,.1f}",

@@ -67,6 +67,7 @@ class EngineKeywords(TypedDict, total=False):
     pipeline_parallel_size: int
     data_parallel_size: int
     decode_context_parallel_size: int
+    prefill_context_parallel_size: int
     cp_kv_cache_interleave_size: int
     enable_expert_parallel: bool
     expert_placement_strategy: str

@@ -206,6 +206,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode_context_parallel_size: Annotated[
         int, DEVICE("ranks of tensor_parallel_size with one key head that share a context's tokens (1)", "-dcp")
     ] = 1
+    prefill_context_parallel_size: Annotated[
+        int, DEVICE("groups of those ranks that share the tokens of prompts (more than 1: on a CPU)", "-pcp")
+    ] = 1
     cp_kv_cache_interleave_size: Annotated[int, DEVICE("tokens in a row that one of those ranks keeps (1)")] = 1
     enable_expert_parallel: Annotated[
         bool, DEVICE("deal whole experts to the ranks of tensor_parallel_size (default: a slice of each)", "-ep")

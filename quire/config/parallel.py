@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 
 from quire.config.checks import choice, converted, positive
 from quire.config.load import EXPERT_PLACEMENTS, ExpertBalance
@@ -19,6 +20,8 @@ MAX_RANKS = 64
 """Limit of processes on one host."""
 
 
+RANK_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+"""Options whose product is the number of an engine's ranks."""
 EXECUTORS = ("uni", "mp", "ray", "external_launcher")
 RAY_PLACEMENTS = ("pack", "strict_spread")
 
@@ -30,7 +33,8 @@ class ParallelConfig:
     spread, a multiple of tp; if it spans several replicas, they exchange tokens in every layer. 1: tp shares each
     expert. dcp: neighbours among the tp devices that hold the same key head and keep a part of each sequence's tokens
     each (decode context parallelism). interleave: tokens in a row that one of them keeps. redundant_experts: further
-    copies of a layer's experts, which move between devices by their load (None: experts stay). Raises ConfigError for
+    copies of a layer's experts, which move between devices by their load (None: experts stay). pcp: groups of tp
+    devices that share the tokens of prompts, each with all keys (prefill context parallelism). Raises ConfigError for
     sizes that do not fit together."""
 
     tp: int = 1
@@ -40,6 +44,7 @@ class ParallelConfig:
     dcp: int = 1
     interleave: int = 1
     redundant_experts: int | None = None
+    pcp: int = 1
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -57,7 +62,7 @@ class ParallelConfig:
 
     @property
     def devices_per_replica(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.pcp
 
     @property
     def replicas_together(self) -> int:
@@ -69,14 +74,15 @@ class ParallelConfig:
         return self.devices_per_replica * self.dp
 
     def __str__(self) -> str:
-        others = ("ep", self.ep), ("dcp", self.dcp), ("redundant_experts", (self.redundant_experts or 0) + 1)
+        copies = (self.redundant_experts or 0) + 1
+        others = ("ep", self.ep), ("dcp", self.dcp), ("pcp", self.pcp), ("redundant_experts", copies)
         rest = "".join(f" {name}={value}" for name, value in others if value > 1)
         return f"tp={self.tp} pp={self.pp} dp={self.dp}{rest}"
 
 
 def parallel_config(options: EngineOptions) -> ParallelConfig:
     """Ranks of one replica. Raises ConfigError for sizes that do not fit together."""
-    for kind in ("tensor", "pipeline", "data", "decode_context"):
+    for kind in ("tensor", "pipeline", "data", "decode_context", "prefill_context"):
         positive(f"{kind}_parallel_size", getattr(options, f"{kind}_parallel_size"))
     run = positive("cp_kv_cache_interleave_size", options.cp_kv_cache_interleave_size)
     tp, dcp = options.tensor_parallel_size, options.decode_context_parallel_size
@@ -89,16 +95,17 @@ def parallel_config(options: EngineOptions) -> ParallelConfig:
         dcp=dcp,
         interleave=run or 1,
         redundant_experts=None if balance is None else balance.num_redundant_experts,
+        pcp=options.prefill_context_parallel_size,
     )
 
 
 def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
     """Raise ConfigError for options that exclude several ranks."""
-    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
-    if tp * pp > MAX_RANKS:
-        many = f"pipeline_parallel_size times tensor_parallel_size must be at most {MAX_RANKS}, not {tp * pp}"
-        message = many if pp > 1 else f"tensor_parallel_size must be at most {MAX_RANKS}, not {tp}"
-        raise ConfigError(message, param="tensor_parallel_size" if tp > 1 else "pipeline_parallel_size")
+    sizes = {name: getattr(options, name) for name in RANK_SIZES if getattr(options, name) > 1}
+    count = prod(sizes.values())
+    if count > MAX_RANKS:
+        message = f"{' times '.join(sizes)} must be at most {MAX_RANKS}, not {count}"
+        raise ConfigError(message, param=_size_of_ranks(options))
     if is_accelerated:
         raise _refused(options, "runs on a CPU so far: choose device='cpu'", "device")
 
@@ -115,6 +122,8 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
         reason = f"one process is one rank, and there are {count}: choose 'mp' or 'ray'"
     elif asked != "uni" and is_accelerated:
         reason = "ranks run on a CPU so far: choose device='cpu'"
+    elif asked in ("ray", "external_launcher") and parallel.pcp > 1:
+        reason = "ranks exchange prompts' keys over the memory of one host: choose 'mp'"
     elif asked == "external_launcher" and parallel.pp > 1:
         reason = "an engine has all layers of its rank: choose 'mp' or 'ray', or tensor_parallel_size"
     elif asked == "external_launcher":
@@ -147,7 +156,7 @@ def check_replicas(options: EngineOptions, is_accelerated: bool) -> None:
 
 def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
     """Raise ConfigError for models that the ranks cannot share."""
-    name = "tensor_parallel_size" if options.tensor_parallel_size > 1 else "pipeline_parallel_size"
+    name = _size_of_ranks(options)
     if model.impl != "quire":
         reason = (
             f"does not share out {model.architecture}, which runs through Transformers: choose a family of Quire's own"
@@ -269,6 +278,44 @@ def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> 
         raise ConfigError(f"{SPECULATION} does not go together with {stages} yet", param=SPECULATION)
 
 
+def check_prompts_dealt(
+    options: EngineOptions, model: ModelConfig, speculation: SpeculationConfig, backend: str
+) -> None:
+    """Raise ConfigError for what ranks that share prompts do not compute yet."""
+    count = options.prefill_context_parallel_size
+    if count == 1:
+        return
+    refused = (
+        (options.pipeline_parallel_size > 1, "pipeline_parallel_size sends whole steps from stage to stage"),
+        (options.decode_context_parallel_size > 1, "decode_context_parallel_size leaves no rank with all keys"),
+        (backend != "native", f"attention_backend={backend!r} attends to the rows of one rank"),
+        (model.is_encoder, f"{model.architecture} attends in both directions"),
+        (speculation.max_drafts > 0, f"{SPECULATION} needs the rows of all tokens on one rank"),
+        (options.enable_lora, "enable_lora needs the rows of all tokens on one rank"),
+        (model.vision is not None and not options.language_model_only, "images are put into the rows of one rank"),
+    )
+    reason = next((reason for is_on, reason in refused if is_on), None) or why_prompts_not_dealt(model.shape)
+    if reason is not None:
+        name = "prefill_context_parallel_size"
+        raise ConfigError(f"{name}={count} is not possible: {reason}", param=name)
+
+
+def why_prompts_not_dealt(shape: ModelShape) -> str | None:
+    """The reason why ranks cannot compute a part of a prompt's tokens each; None: they can."""
+    others = {layer.attention.kind for layer in shape.layers} - {"full", "sliding", "chunked", "none"}
+    if others:
+        found = ", ".join(sorted(others))
+        return f"prompts are dealt in layers with keys and values alone, and {shape.name} has others ({found})"
+    if shape.experts is not None:
+        return f"prompts are dealt in dense models alone, and {shape.name} has experts"
+    return None
+
+
+def _size_of_ranks(options: EngineOptions) -> str:
+    """First option that asks for several ranks."""
+    return next((name for name in RANK_SIZES if getattr(options, name) > 1), RANK_SIZES[0])
+
+
 def _refused(options: EngineOptions, reason: str, param: str) -> ConfigError:
-    name = "tensor_parallel_size" if options.tensor_parallel_size > 1 else "pipeline_parallel_size"
+    name = _size_of_ranks(options)
     return ConfigError(f"{name}={getattr(options, name)} {reason}", param=param)

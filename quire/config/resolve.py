@@ -33,6 +33,7 @@ from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import (
     RAY_PLACEMENTS,
+    check_prompts_dealt,
     check_ranks_available,
     check_ranks_fit,
     check_replicas,
@@ -141,6 +142,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     _check_pooling(options, model)
     speculation = _speculation(speculation, options, model, backend, is_accelerated)
     check_tokens_dealt(options, model, speculation, backend)
+    check_prompts_dealt(options, model, speculation, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS

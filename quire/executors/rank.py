@@ -76,6 +76,11 @@ class RankEnds(NamedTuple):
     collectives: str | None = None
     network: NetworkMeeting | None = None
 
+    def meeting_of(self, name: str) -> Path | NetworkMeeting:
+        """Meeting point of some of the stage's ranks."""
+        whole = self.meeting_point
+        return whole.with_name(f"{whole.name} {name}") if isinstance(whole, Path) else whole.of(name)
+
 
 class RankCall(msgspec.Struct, array_like=True):
     """Call of a rank's executor. body: StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other
@@ -206,15 +211,20 @@ class Rank:
         sizes = config.parallel
         place = Mesh(sizes).place(self._number)
         ends = self._ends(place.pp)
-        self._answers_in_full = (place.pp, place.tp) == (sizes.pp - 1, 0)
+        self._answers_in_full = (place.pp, place.pcp, place.tp) == (sizes.pp - 1, 0, 0)
         stage = WHOLE_MODEL
         group: ProcessGroup | None = None
+        sharing: ProcessGroup | None = None
+        collectives = ends.collectives or config.device.collectives
         if sizes.tp > 1:
-            group = join_group(ends.collectives or config.device.collectives, ends.meeting_point, place.tp, sizes.tp)
+            meeting = ends.meeting_of(f"layers {place.pcp}") if sizes.pcp > 1 else ends.meeting_point
+            group = join_group(collectives, meeting, place.tp, sizes.tp)
+        if sizes.pcp > 1:
+            sharing = join_group(collectives, ends.meeting_of(f"prompts {place.tp}"), place.pcp, sizes.pcp)
         if sizes.pp > 1:
             layers = config.model.shape.stages(sizes.pp)[place.pp]
             stage = Stage(place.pp, sizes.pp, layers, *_links(ends, place, sizes))
-        return LocalExecutor(config, make_platform(config, group, stage))
+        return LocalExecutor(config, make_platform(config, group, stage, sharing))
 
 
 def _links(ends: RankEnds, place: Place, sizes: ParallelConfig) -> tuple[Link | None, Link | None]:

@@ -11,6 +11,7 @@ from quire.attention.interface import AttentionStep, StateStep
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.attention.native_encoder import NativeEncoder, NativeEncoderStep
 from quire.attention.native_expanded import ExpandingAttention
+from quire.attention.shared_prompts import SharedPromptsStep
 from quire.config.adapters import ADAPTER_SLOTS
 from quire.kernels.arguments import ExpansionRule
 from quire.kernels.cpu.linear_state import StatePlans
@@ -59,13 +60,14 @@ class BoundHead(NamedTuple):
 class Variant(NamedTuple):
     """Properties that distinguish the recorded bodies of a model. expands: prompts are expanded. adapts: some tokens
     have adapters. width: size of incoming hidden states (0: tokens come in). overlaid: layers after which an overlay
-    adds rows (None: no overlay). taps: see ForwardBatch."""
+    adds rows (None: no overlay). taps: see ForwardBatch. shares: other ranks have the other rows."""
 
     expands: bool = False
     adapts: bool = False
     width: int = 0
     overlaid: tuple[int, ...] | None = None
     taps: tuple[int, ...] = ()
+    shares: bool = False
 
 
 PLAIN, EXPANDED = Variant(), Variant(expands=True)
@@ -230,11 +232,12 @@ class NativeModel:
             expands = self._expanding.plan(step.batch)
         slots = batch.columns.get(ADAPTER_SLOTS)
         adapts = slots is not None and bool(cast("torch.Tensor", slots).any())
-        if batch.hidden is None and batch.overlay is None and not batch.taps and not adapts:
+        shares = isinstance(step, SharedPromptsStep)
+        if batch.hidden is None and batch.overlay is None and not batch.taps and not adapts and not shares:
             return EXPANDED if expands else PLAIN
         width = 0 if batch.hidden is None else cast("torch.Tensor", batch.hidden).shape[1]
         overlaid = None if batch.overlay is None else tuple(batch.overlay.layers)
-        return Variant(expands, adapts, width, overlaid, batch.taps)
+        return Variant(expands, adapts, width, overlaid, batch.taps, shares)
 
     def _body_for(self, variant: Variant, step: NativeAttentionStep | NativeEncoderStep, num_rows: int) -> Body:
         body = self._bodies.get(variant)

@@ -1,7 +1,7 @@
 """Ranks and their groups: arithmetic, without processes.
 
 Ranks are numbered with tensor parallelism fastest, then pipeline and data parallelism, so a replica is a run of
-consecutive ranks.
+consecutive ranks. Groups that share prompts lie between the two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quire.config.parallel import ParallelConfig
 
-KINDS = ("tp", "dcp", "pp", "dp", "ep")
+KINDS = ("tp", "dcp", "pcp", "pp", "dp", "ep")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Place:
     dp: int
     pp: int
     tp: int
+    pcp: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,18 @@ class Mesh:
 
     def place(self, rank: int) -> Place:
         rest, tp = divmod(rank, self.sizes.tp)
+        rest, pcp = divmod(rest, self.sizes.pcp)
         dp, pp = divmod(rest, self.sizes.pp)
-        return Place(dp, pp, tp)
+        return Place(dp, pp, tp, pcp)
 
     def rank(self, place: Place) -> int:
         sizes = self.sizes
-        return (place.dp * sizes.pp + place.pp) * sizes.tp + place.tp
+        return ((place.dp * sizes.pp + place.pp) * sizes.pcp + place.pcp) * sizes.tp + place.tp
 
     def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
-        """Groups of a kind of `KINDS`, ascending. Every rank is in exactly one. A group of "tp", "pp" or "dp" has that
-        coordinate from 0 on and shares the others. A group of "dcp" has `dcp` neighbours of a group of "tp". A group of
-        "ep" has `ep` ranks of one stage: the tp ranks of neighbouring replicas."""
+        """Groups of a kind of `KINDS`, ascending. Every rank is in exactly one. A group of "tp", "pcp", "pp" or "dp"
+        has that coordinate from 0 on and shares the others. A group of "dcp" has `dcp` neighbours of a group of "tp". A
+        group of "ep" has `ep` ranks of one stage: the tp ranks of neighbouring replicas."""
         return tuple(sorted(self._groups(kind)))
 
     def group_of(self, rank: int, kind: str) -> tuple[int, ...]:

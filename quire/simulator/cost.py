@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, STATE_BORDER, AttentionShape, Matrix, ModelShape
-from quire.config.parallel import ParallelConfig, why_no_copies, why_not_dealt
+from quire.config.parallel import ParallelConfig, why_no_copies, why_not_dealt, why_prompts_not_dealt
 from quire.errors import UserError
 from quire.simulator.hardware import Hardware
 from quire.simulator.work import ChunkTokens, StepWork, Windows
@@ -159,6 +159,8 @@ class CostModel:
         micro-batches; a single step takes (m + pp - 1) times the longest stage, with the best m. overlapped: the next
         step follows at once, so a step takes m >= pp stages."""
         pp = self.layout.pp
+        if self.layout.pcp > 1 and work.num_chunks:
+            return self._stage_seconds(self._dealt(work)) + self._shared_keys(work)
         if pp == 1:
             return self._stage_seconds(work)
         best = float("inf")
@@ -169,6 +171,11 @@ class CostModel:
 
     def breakdown(self, work: StepWork) -> dict[str, float]:
         """Operator -> seconds in the longest pipeline stage (with the output projection)."""
+        if self.layout.pcp > 1 and work.num_chunks:
+            return self._stage_breakdown(self._dealt(work)) | {"shared keys": self._shared_keys(work)}
+        return self._stage_breakdown(work)
+
+    def _stage_breakdown(self, work: StepWork) -> dict[str, float]:
         tokens, sampled, seconds = work.num_tokens, work.num_sampled, dict[str, float]()
         if not tokens:
             return seconds
@@ -197,6 +204,30 @@ class CostModel:
         if work.num_copied_blocks:
             seconds["block copies"] = self._copies(work)
         return {name: value for name, value in seconds.items() if value}
+
+    def _dealt(self, work: StepWork) -> StepWork:
+        """Part of a step with prompts that one of the groups computes. Each reads nearly all keys, and samples all."""
+        pcp = self.layout.pcp
+        return StepWork(
+            num_tokens=-(-work.num_tokens // pcp),
+            num_sequences=work.num_sequences,
+            num_sampled=work.num_sampled,
+            num_new=work.num_new,
+            num_chunks=work.num_chunks,
+            num_decodes=work.num_decodes // pcp,
+            decode_context=[-(-value // pcp) for value in work.decode_context],
+            prefill_context=work.prefill_context,
+            prefill_pairs=[-(-value // pcp) for value in work.prefill_pairs],
+            num_copied_blocks=work.num_copied_blocks,
+        )
+
+    def _shared_keys(self, work: StepWork) -> float:
+        """Seconds in which a group gets the keys and values of a step's other rows, and hidden states once."""
+        layout = self.layout
+        latency, link = self._link(layout.tp * layout.pcp)
+        others = work.num_tokens - work.num_tokens // layout.pcp
+        row = self.shape.kv_elements(layout.tp) * self._row_size
+        return (self.shape.num_layers + 1) * latency + others * row / link
 
     @property
     def _expansion(self) -> int:
@@ -512,6 +543,11 @@ def _check(shape: ModelShape, layout: ParallelConfig) -> None:
     reason = why_not_dealt(shape, layout.tp, layout.dcp) if layout.dcp > 1 else None
     if reason is not None:
         raise UserError(f"dcp={layout.dcp} is not possible: {reason}", param="dcp")
+    reason = why_prompts_not_dealt(shape) if layout.pcp > 1 else None
+    if layout.pcp > 1 and layout.pp * layout.dcp > 1:
+        reason = "pp and dcp must be 1"
+    if reason is not None:
+        raise UserError(f"pcp={layout.pcp} is not possible: {reason}", param="pcp")
     if layout.pp > shape.num_layers:
         raise UserError(f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}", param="pp")
     is_uneven = shape.experts is None or shape.experts.num_experts % layout.ep

@@ -14,24 +14,27 @@ ELEMENT_BYTES = 4
 
 class RankTraffic(NamedTuple):
     """Bytes that a rank gives for one token sampled. within: to the ranks with which it shares layers, in all
-    stages together. between: to the next stages."""
+    stages together. between: to the next stages. prompt: beside them, for a prompt's token that it computes, to the
+    ranks with which it shares prompts."""
 
     within: int
     between: int
+    prompt: int = 0
 
     def __str__(self) -> str:
-        parts = (("within layers", self.within), ("between stages", self.between))
+        parts = (("within layers", self.within), ("between stages", self.between), ("of a prompt's token", self.prompt))
         return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts if size) or "nothing"
 
 
 def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES) -> RankTraffic:
     """Exchange of a layout: sums behind attention, MLPs and the embedding, gathered logits and queries, results
-    over the tokens of one rank, and hidden states."""
+    over the tokens of one rank, hidden states, and a prompt's keys and values."""
     within = 0
     if layout.tp > 1:
         within = sum(_in_layer(layer, shape.hidden, layout) for layer in shape.layers)
         within += shape.embedding_width + -(-shape.vocab // layout.tp)
-    return RankTraffic(within * element_bytes, (layout.pp - 1) * shape.hidden * element_bytes)
+    prompt = 0 if layout.pcp == 1 else sum(layer.attention.token_elements(layout.tp) for layer in shape.layers)
+    return RankTraffic(*(each * element_bytes for each in (within, (layout.pp - 1) * shape.hidden, prompt)))
 
 
 def _in_layer(layer: LayerShape, hidden: int, layout: ParallelConfig) -> int:

@@ -168,6 +168,7 @@ class Worker:
         limits = StepLimits(self._layout.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, longest)
         seconds_per_token = time_prompt(self._model, limits, self.platform.meter(), self.platform.synchronize)
         self._forget_expert_counts()
+        seconds_per_token /= self._config.parallel.pcp  # the pass is a whole one, and ranks share prompts
         return PreemptionCosts(time_copies(self._transfers, self._layout), seconds_per_token)
 
     @_computes

@@ -15,7 +15,7 @@ SIZES = [
     for tp, pp, dp in itertools.product((1, 2, 3), (1, 2), (1, 2, 4))
     for ep in (1, tp, tp * dp)
     for dcp in sorted({1, tp})
-]
+] + [ParallelConfig(2, 2, 2, pcp=3)]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -34,17 +34,23 @@ def test_ranks_and_places(sizes: ParallelConfig) -> None:
     mesh = Mesh(sizes)
     places = [mesh.place(rank) for rank in range(mesh.num_ranks)]
     assert [mesh.rank(place) for place in places] == list(range(mesh.num_ranks))
-    assert len(set(places)) == mesh.num_ranks == sizes.tp * sizes.pp * sizes.dp
+    assert len(set(places)) == mesh.num_ranks == sizes.tp * sizes.pp * sizes.dp * sizes.pcp
 
 
 def test_order() -> None:
-    """tensor, pipeline, data: the first is the fastest. Ranks that share tokens are neighbours among the first."""
+    """tensor, prompts, pipeline, data: the first is the fastest. Ranks that share tokens are neighbours among the
+    first."""
     mesh = Mesh(ParallelConfig(tp=4, pp=2, dp=2, dcp=2))
     assert mesh.groups("tp")[:2] == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert mesh.groups("dcp")[:3] == ((0, 1), (2, 3), (4, 5))
     assert mesh.groups("pp")[:2] == ((0, 4), (1, 5))
     assert mesh.groups("dp")[:2] == ((0, 8), (1, 9))
     assert mesh.place(13) == Place(dp=1, pp=1, tp=1)
+    mesh = Mesh(ParallelConfig(tp=2, pp=2, pcp=2))
+    assert mesh.groups("tp")[:2] == ((0, 1), (2, 3))
+    assert mesh.groups("pcp")[:3] == ((0, 2), (1, 3), (4, 6))
+    assert mesh.groups("pp")[0] == (0, 4)
+    assert mesh.place(3) == Place(dp=0, pp=0, tp=1, pcp=1)
 
 
 def test_ranks_that_share_tokens_are_no_more_devices() -> None:
@@ -58,7 +64,7 @@ def test_a_group_of_experts_takes_the_ranks_of_neighbouring_replicas() -> None:
     assert Mesh(ParallelConfig(tp=2, pp=2, dp=2, ep=4)).groups("ep") == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
-@pytest.mark.parametrize("name", ["tp", "pp", "dp", "ep", "dcp", "interleave"])
+@pytest.mark.parametrize("name", ["tp", "pp", "dp", "ep", "dcp", "pcp", "interleave"])
 def test_sizes_are_at_least_one(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, not 0") as caught:
         ParallelConfig(**{name: 0})

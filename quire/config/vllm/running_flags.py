@@ -6,7 +6,6 @@ from quire.config.vllm.record import VllmFlag, noted, refused, so, to
 
 ONE_MACHINE = "all ranks run on this machine"
 ONE_ROUTER = "all replicas are on this machine, behind the server's own router: --data-parallel-size says how many"
-NO_CONTEXT_RANKS = "prompts are computed by the ranks of --tensor-parallel-size, which may share a context's tokens"
 NO_EXPERT_RANKS = "the ranks of a host have all tokens, and add up what experts give over shared memory"
 ALL_RANKS_ALIKE = "the ranks of a host add up over shared memory"
 NO_EXPERT_ADAPTERS = "experts take no adapters yet"
@@ -34,7 +33,7 @@ PARALLEL: tuple[VllmFlag, ...] = (
     noted("dcp_q_replicate", "flag", "queries are gathered over shared memory", False),
     to("dcp_kv_cache_interleave_size", "int", "cp_kv_cache_interleave_size"),
     to("cp_kv_cache_interleave_size", "int"),
-    refused("prefill_context_parallel_size", "int", NO_CONTEXT_RANKS, 1, short=("-pcp",)),
+    to("prefill_context_parallel_size", "int", short=("-pcp",), why="on a CPU so far, of dense models"),
     to("data_parallel_size", "int", short=("-dp",), why="on a CPU so far: its cores and memory are shared out"),
     refused("data_parallel_rank", "int", ONE_ROUTER, short=("-dpn",)),
     refused("data_parallel_start_rank", "int", ONE_ROUTER, 0, short=("-dpr",)),

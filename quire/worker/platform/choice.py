@@ -14,12 +14,21 @@ PLATFORMS = Registry(
 )
 
 
-def make_platform(config: EngineConfig, group: ProcessGroup | None = None, stage: Stage = WHOLE_MODEL) -> Platform:
+def make_platform(
+    config: EngineConfig,
+    group: ProcessGroup | None = None,
+    stage: Stage = WHOLE_MODEL,
+    sharing: ProcessGroup | None = None,
+) -> Platform:
     """Make the platform `config.device.platform`: a name of PLATFORMS, or "module:class" with the same arguments
     (`stage` only if it supports stages). Imports only its module. group: ranks that share each layer (None: one rank).
-    stage: layers to compute."""
+    stage: layers to compute. sharing: ranks that share the tokens of prompts (None: one rank)."""
     name = config.device.platform
     make = load_target(name) if ":" in name else PLATFORMS.load(name)
     group = SINGLE_RANK if group is None else group
-    platform: Platform = make(config, group) if stage.count == 1 else make(config, group, stage)
+    platform: Platform
+    if sharing is not None:
+        platform = make(config, group, stage, sharing)
+    else:
+        platform = make(config, group) if stage.count == 1 else make(config, group, stage)
     return platform

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -64,14 +65,25 @@ from quire.worker.platform.host_finder import make_finder
 from quire.worker.platform.host_memory import available_memory
 from quire.worker.platform.interface import DraftModel, HeadInputs, HostBlockTensors, Mode
 
+if TYPE_CHECKING:
+    from quire.worker.platform.shared_inputs import SharedInputs
+
 
 class CpuPlatform:
     """Platform of a CPU: work has run when a call returns."""
 
-    def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK, stage: Stage = WHOLE_MODEL) -> None:
-        """group: ranks that share each layer of a stage. Raises ConfigError for kernels that this CPU lacks."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: ProcessGroup = SINGLE_RANK,
+        stage: Stage = WHOLE_MODEL,
+        sharing: ProcessGroup = SINGLE_RANK,
+    ) -> None:
+        """group: ranks that share each layer of a stage. sharing: ranks that share prompts. Raises ConfigError for
+        kernels that this CPU lacks."""
         device = config.device
         self.stage = stage
+        self._sharing = sharing
         self._group = group
         self._config = config
         self._runtime = None
@@ -85,8 +97,10 @@ class CpuPlatform:
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
 
-            if group.size * stage.count > 1 and device.num_threads > 1:
-                keep_to_own_cores(stage.number * group.size + group.rank, stage.count * group.size)
+            count = group.size * stage.count * sharing.size
+            if count > 1 and device.num_threads > 1:
+                number = (stage.number * sharing.size + sharing.rank) * group.size + group.rank
+                keep_to_own_cores(number, count)
             self._runtime = NativeRuntime(device.cpu_isa, device.num_threads, device.matmul_precision)
             stored = (config.model.dtype, config.model.kv_cache_dtype)
             if device.matmul_precision == "bfloat16" not in stored and not self._runtime.rounds_for_quantised:
@@ -134,6 +148,7 @@ class CpuPlatform:
         for what, number, count in (
             ("rank", self._group.rank, self._group.size),
             ("stage", self.stage.number, self.stage.count),
+            ("prompts", self._sharing.rank, self._sharing.size),
         ):
             if count > 1:
                 code[what] = f"{number} of {count}"
@@ -149,7 +164,7 @@ class CpuPlatform:
         config = self._config
         if config.load.load_format == "dummy":
             check_dummy(config.model, available_memory())
-        shown = progress if self._group.rank == 0 and self.stage.is_first else None
+        shown = progress if self._group.rank == self._sharing.rank == 0 and self.stage.is_first else None
         self.adapters = self._make_adapters()
         self.balancer = None if config.load.balance is None else ExpertBalancer(config.load.balance)
         model = load_model(
@@ -243,16 +258,30 @@ class CpuPlatform:
         drafts = self._make_drafts(model, layout, pages, tables)
         if self.draft_model is not None and self.draft_model.is_apart:
             layout = layers_of(layout, range(len(model.cache_specs())))
-        columns, inputs = self._make_inputs(tables, values, drafts, self.make_backends(layout, pages))
+        backends = self.make_backends(layout, pages)
+        columns, inputs = self._make_inputs(tables, values, drafts, backends)
+        shared = self._share(inputs, columns, tables, backends)
         return CpuCompute(
             model,
             block_copier(pages, self._runtime),
             columns,
-            inputs,
+            shared or inputs,
             Sampler(sampling, self._make_sampling_kernels(sampling), self._config.logprobs_mode),
             has_head=self._config.model.has_pooling_head,
             samples=self.stage.is_last,
+            shared=shared,
         )
+
+    def _share(
+        self, inputs: StepInputs, columns: CpuColumns, tables: BlockTables, backends: CacheBackends
+    ) -> SharedInputs | None:
+        """Inputs of this rank's part of steps whose prompts ranks share; None: one rank."""
+        if self._sharing.size == 1:
+            return None
+        from quire.worker.platform.shared_inputs import SharedInputs  # the native module may not be built
+
+        assert self._runtime is not None, "ranks that share prompts run native kernels"
+        return SharedInputs(inputs, columns, tables, backends, self._sharing, self._runtime)
 
     def _make_inputs(
         self, tables: BlockTables, values: ColumnValues, drafts: HostDrafts | None, backends: CacheBackends

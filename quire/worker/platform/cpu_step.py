@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from quire.worker.platform.cpu_inputs import CpuColumns, StepInputs
 from quire.worker.pooling import PooledRows, generated_samples, pool_rows
 from quire.worker.request_state import RequestState
 from quire.worker.sample_rows import SampleRows
+
+if TYPE_CHECKING:
+    from quire.worker.platform.shared_inputs import SharedInputs
 
 PROMPT_LOGITS_ELEMENTS = 2**22
 
@@ -44,9 +47,11 @@ class CpuCompute:
         *,
         has_head: bool = False,
         samples: bool = True,
+        shared: SharedInputs | None = None,
     ) -> None:
         """inputs: gathered from `columns`. has_head: pooled samples go through `CausalLM.compute_logits`. samples: see
-        StepCompute."""
+        StepCompute. shared: `inputs`, where ranks share prompts."""
+        self.shared = shared
         self.samples = samples
         self.columns = columns
         self.has_drafts = columns.drafts is not None
@@ -103,7 +108,7 @@ class CpuStep(NamedTuple):
         result = compute.model.forward(inputs)
         if drafts is not None:
             drafts.keep_results(result)
-        return result.hidden
+        return result.hidden if compute.shared is None else compute.shared.gather(result.hidden)
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows

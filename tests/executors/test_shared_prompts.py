@@ -1,0 +1,204 @@
+"""Ranks that share the tokens of prompts: the bits of one rank, and what they exchange."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from quire.clock import VirtualClock
+from quire.config.engine import EngineConfig
+from quire.config.parallel import ParallelConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import AddRequest
+from quire.errors import ConfigError
+from quire.executors.choice import make_executor
+from quire.executors.interface import Executor
+from quire.executors.local import LocalExecutor
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.memory import allocate
+from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.simulator.exchange import exchange_of
+from quire.worker.platform.cpu import CpuPlatform
+from tests.engine.test_pooling_models import save_encoder
+from tests.executors.test_multiprocess import configured, everything, pool
+from tests.fakes.masks import AllowedByPosition
+from tests.fakes.ranks import ThreadRank, run_ranks
+from tests.long import all_but_long
+from tests.models.encoders import SMALL
+from tests.models.families import FAMILIES, llama, qwen3, qwen3_moe
+from tests.models.harness import randomize, save
+from tests.models.test_native_ranks import SharedRank
+from tests.simulator.test_exchange import CountingRank
+
+SHARED = "prefill_context_parallel_size"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "preempted, two steps in flight": {SHARED: 2, "queue_depth": 2},
+    "swapped": {SHARED: 2, "preemption_mode": "swap", "swap_space": "16MiB", "max_prefill_chunk": 40},
+    "three ranks of eight bits": {SHARED: 3, "kv_cache_dtype": "int8", "num_blocks_override": 300},
+    "two threads": {SHARED: 2, "num_threads": 2, "num_blocks_override": 300},
+    "tensor parallel": {SHARED: 2, "tensor_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(randomize(qwen3()), tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(autouse=True)
+def runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    monkeypatch.setenv("QUIRE_RUNTIME_DIR", str(directory))
+    return directory
+
+
+def scored(core: EngineCore) -> list[Any]:
+    """Tokens, log-probabilities and those of the prompt, of three samples of a long prompt beside a short one."""
+    for number, count in enumerate((90, 5)):
+        params = SamplingParams(n=3, temperature=1.0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+        prompt = [(7 * place + number) % 97 for place in range(count)]
+        made = EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=params, max_tokens=6, seed=number)
+        core.handle(AddRequest(made))
+    found: list[Any] = []
+    while core.has_work:
+        for update in core.step().updates:
+            of_prompt = None if update.prompt_logprobs is None else update.prompt_logprobs.entries
+            found.append((update.request_id, update.index, update.new_token_ids, update.logprobs, of_prompt))
+    return sorted(found, key=lambda each: each[:2])
+
+
+def make_core(config: EngineConfig, executor: Executor | None = None) -> EngineCore:
+    return EngineCore(config, executor or make_executor(config), VirtualClock(), masks=AllowedByPosition())
+
+
+def in_thread(config: EngineConfig, group: Any) -> EngineCore:
+    """Engine of one rank, which plans as the others do."""
+    return make_core(config, LocalExecutor(config, CpuPlatform(config, SINGLE_RANK, WHOLE_MODEL, group)))
+
+
+def results_of(core: EngineCore) -> tuple[Any, Any, EngineCore]:
+    try:
+        return everything(core), [*scored(core), pool(core, [7] * 61)], core
+    finally:
+        core.shutdown()
+
+
+def results(path: Path, options: dict[str, Any]) -> tuple[Any, Any, EngineCore]:
+    return results_of(make_core(configured(path, block_size=8, **options)))
+
+
+@pytest.mark.parametrize("model", all_but_long(["qwen3", "gemma3"], ["qwen3"]))
+def test_the_bits_of_one_rank(tmp_path: Path, model: str) -> None:
+    """Of ranks that exchange rows by kernels, and of one of them by torch's collectives; of norms and windows."""
+    config = configured(save(randomize(FAMILIES[model]()), tmp_path), block_size=8, num_blocks_override=300)
+    *expected, _ = results_of(make_core(config))
+    memory = allocate(_native.SharedRanks.num_bytes(2))
+
+    def compute(rank: ThreadRank) -> list[list[Any]]:
+        return [list(results_of(in_thread(config, group))[:2]) for group in (SharedRank(memory, rank), rank)]
+
+    assert run_ranks(2, compute) == [[expected, expected]] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bits_of_ranks_that_share_no_prompts(model_path: Path, layout: str) -> None:
+    """With prefix hits, chunks beside decodes, several samples, log-probabilities of prompts and a pooled vector;
+    preempted where blocks are few."""
+    options = LAYOUTS[layout]
+    alone = {name: value for name, value in options.items() if name != SHARED}
+    *expected, _ = results(model_path, alone)
+    *found, core = results(model_path, options)
+    assert found == expected
+    assert core.stats().prefix_cache_hits_total > 0
+    assert (core.stats().preemptions_total > 0) == ("num_blocks_override" not in options)
+
+
+def test_a_prompt_is_dealt(model_path: Path) -> None:
+    """Each rank gives the keys and values of half of a prompt's tokens, and one row of hidden states behind the last
+    layer: the bytes that `quire plan` states. Decodes give nothing."""
+    config = configured(model_path)
+    expected = exchange_of(config.model.shape, ParallelConfig(pcp=2)).prompt
+    request = EngineRequest(
+        request_id="0",
+        prompt_token_ids=list(range(64)),
+        params=SamplingParams(temperature=0),
+        max_tokens=3,
+        seed=0,
+    )
+
+    def compute(rank: ThreadRank) -> tuple[list[int], int]:
+        group: Any = CountingRank(rank)
+        core = in_thread(config, group)
+        core.handle(AddRequest(request))
+        tokens: list[int] = []
+        while core.has_work:
+            tokens += [token for update in core.step().updates for token in update.new_token_ids]
+        core.shutdown()
+        return tokens, group.num_bytes
+
+    (tokens, first), (others, second) = run_ranks(2, compute)
+    assert tokens == others
+    assert first == second == 32 * expected + torch.float32.itemsize * config.model.hidden_size
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no rank": ({SHARED: 0}, "prefill_context_parallel_size must be at least 1"),
+    "many ranks": ({SHARED: 32, "tensor_parallel_size": 4}, "must be at most 64, not 128"),
+    "stages": ({SHARED: 2, "pipeline_parallel_size": 2}, "pipeline_parallel_size sends whole steps"),
+    "tokens dealt": (
+        {SHARED: 2, "tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+        "decode_context_parallel_size leaves no rank with all keys",
+    ),
+    "drafts": (
+        {SHARED: 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        "speculative_config needs the rows of all tokens",
+    ),
+    "adapters": ({SHARED: 2, "enable_lora": True}, "enable_lora needs the rows of all tokens"),
+    "plain torch": ({SHARED: 2, "attention_backend": "torch"}, "attends to the rows of one rank"),
+    "launcher": (
+        {SHARED: 2, "distributed_executor_backend": "external_launcher"},
+        "over the memory of one host: choose 'mp'",
+    ),
+    "one process": ({SHARED: 2, "distributed_executor_backend": "uni"}, "one process is one rank"),
+}
+
+
+@pytest.fixture(scope="module")
+def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = llama(num_attention_heads=8, num_key_value_heads=2, hidden_size=64)
+    return save(randomize(model), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(wide_path: Path, case: str) -> None:
+    options, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        configured(wide_path, **options)
+
+
+MODELS = {
+    "deepseek-v2": "keys and values alone, and .* has others .latent.",
+    "qwen3-next": "keys and values alone, and .* has others .state.",
+    "qwen3-moe": "dense models alone, and .* has experts",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_are_refused(tmp_path: Path, name: str) -> None:
+    path = save(randomize(qwen3_moe() if name == "qwen3-moe" else FAMILIES[name]()), tmp_path)
+    with pytest.raises(ConfigError, match=f"{SHARED}=2 is not possible: .*{MODELS[name]}"):
+        configured(path, **{SHARED: 2})
+
+
+def test_encoders_are_refused(tmp_path: Path) -> None:
+    path = save_encoder(randomize(BertForSequenceClassification(BertConfig(**SMALL, num_labels=3))), tmp_path)
+    with pytest.raises(ConfigError, match=f"{SHARED}=2 is not possible: .* attends in both directions"):
+        configured(path, num_blocks_override=None, **{SHARED: 2})
