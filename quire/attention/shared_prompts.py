@@ -62,8 +62,8 @@ class KeyExchange:
         self._plans: Sequence[_native.AttentionPlan] = ()
         self._batch: AttentionBatch | None = None
 
-    def begin(self, counts: Sequence[int], others: AttentionBatch) -> None:
-        """Begin a step. counts: rows of all ranks. others: rows of the other ranks, in rank order."""
+    def start_step(self, counts: Sequence[int], others: AttentionBatch) -> None:
+        """counts: rows of all ranks in the step. others: rows of the other ranks, in rank order."""
         self._counts, self._batch, self._plans = counts, others, self.backend.plan_beside(others)
 
     def exchange(self, heads: HeadWeights, qkv: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class SharedInputs:
         tokens = [np.flatnonzero(owner == rank) for rank in range(group.size)]
         own = tokens.pop(group.rank)
         others = batch_of_tokens(batch, np.concatenate(tokens))
-        self._keys.begin(np.bincount(owner, minlength=group.size).tolist(), self._prepare(others)[1])
+        self._keys.start_step(np.bincount(owner, minlength=group.size).tolist(), self._prepare(others)[1])
         share = batch_of_tokens(batch, own)
         token_ids, attention = self._prepare(share)
         columns, read = self._columns.values.of_tokens(share), self._deal_read(batch, own, owner)
