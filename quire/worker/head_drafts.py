@@ -55,7 +55,6 @@ class HeadDrafts(HostDrafts):
         self._backends = backends
         self._longest = longest
         self._columns = ColumnValues(STEP_COLUMNS, head.columns, tables.num_rows)
-        """Columns of plain texts, without adapters and images."""
         self._results = torch.zeros(tables.num_rows, head.output_size)
         """Head's result for the last token but one of each row."""
         self._known = np.zeros(tables.num_rows, np.int64)
