@@ -1,6 +1,5 @@
-"""Drafts of a head: layers after the model's last one that guess the token after the next from a token's hidden state
-and its successor. After each step the head computes the step's tokens with a known successor; drafts start from the
-last result."""
+"""Drafts of a head (quire/models/draft_head.py). After each step the head computes the step's tokens with a known
+successor; drafts start from the last result."""
 
 from __future__ import annotations
 
