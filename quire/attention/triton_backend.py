@@ -226,7 +226,6 @@ class TritonAttentionStep(AttentionStep):
         rotation: DeviceRotation | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Choose the keys that tokens read (AttentionStep.select_keys); positions are int32."""
         group, pages = self._backend.latents.pages[shape.layer]
         if out is None:
             out = torch.empty(len(inputs[0]), shape.top, dtype=torch.int32, device=inputs[0].device)

@@ -282,7 +282,6 @@ def as_text(report: PlanReport) -> str:
 
 
 def _exchange(report: PlanReport) -> RankTraffic:
-    """Bytes that a device exchanges for a token."""
     size = ELEMENT_BYTES if report.target.device.kind == "cpu" else 2
     return exchange_of(report.plan.shape, report.layout, size)
 

@@ -19,7 +19,6 @@ from quire.errors import ModelLoadError
 from quire.utils.gguf_writer import Value
 
 EXPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
-"""Families whose directories can be exported."""
 _AS_LLAMA = "mistral"
 """Model type written to GGUF files as architecture `llama`."""
 _COMPARED = ("rms_norm_eps", "hidden_act", "hidden_activation", "attn_logit_softcapping", "final_logit_softcapping",

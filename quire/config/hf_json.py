@@ -13,11 +13,8 @@ from quire.errors import ModelLoadError
 from quire.utils.model_files import file_bytes, read_model_file
 
 MAX_JSON_BYTES = 2**24
-"""Limit of a parsed JSON file."""
 MAX_JSON_VALUES = 2**17
-"""Limit of values in such a file."""
 MAX_INTEGER = 2**31 - 1
-"""Limit of integers in a config.json."""
 
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 120

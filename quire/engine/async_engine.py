@@ -99,9 +99,8 @@ class AsyncLLM:
         executor: str = DEFAULT_EXECUTOR,
         process: EngineProcess | None = None,
     ) -> AsyncLLM:
-        """Build an engine from options. executor: `"module:attribute"` of a callable from EngineConfig to Executor.
-        process: has already imported the engine's modules; for a single engine without restarts. Others: see the
-        constructor."""
+        """Build an engine from options. executor: see `LLM.from_options`. process: has already imported the engine's
+        modules; for a single engine without restarts. Others: see the constructor."""
         engine = cls.__new__(cls)
         start = _starter(in_process, restart_engine, hung_engine_timeout, process)
         engine._open(options, lambda options, config: start(options, config, executor=executor))

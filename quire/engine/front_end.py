@@ -74,8 +74,6 @@ class FrontEnd:
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Processor that checks and tokenises prompts. Waits for the core's start, whose KV cache limits the prompt
-        length."""
         with self._making:
             if self._input_processor is None:
                 self._input_processor = InputProcessor(

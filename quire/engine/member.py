@@ -114,7 +114,6 @@ class Member:
 
     @property
     def silence(self) -> float:
-        """Seconds since the engine last made progress; 0 without an engine."""
         return self.client.silence if self.is_up and self.client is not None else 0.0
 
     @property

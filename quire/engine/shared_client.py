@@ -16,8 +16,6 @@ from quire.errors import EngineDeadError
 
 
 class SharedClient(RemoteClient[EngineFailed | Ask | QuestionAnswer | Ended]):
-    """EngineClient of one server process among several that share an engine."""
-
     def __init__(self, directory: Path, session: int, state: SharedState) -> None:
         wake_reader, self._wake_writer = os.pipe()
         received = EngineReady | EngineOutputs | EngineFailed | Ask | QuestionAnswer | Ended

@@ -40,15 +40,12 @@ class ControlState:
 
 
 class EngineState:
-    """State of the engine, in shared memory."""
-
     num_ticks = _Number(0, int)
     """Counter that grows while the parent makes progress; other processes watch it."""
     silence = _Number(1, float)
     is_restarting = _Number(2, bool)
     num_restarts = _Number(3, int)
     num_running = _Number(4, int)
-    """Running requests in the last snapshot."""
     is_asleep = _Number(5, bool)
     sleep_level = _Number(6, int)
     pauses = _Number(7, bool)

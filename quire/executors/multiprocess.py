@@ -68,7 +68,6 @@ class RankPulse:
         self._stalled: float | None = None
 
     def feel(self) -> VitalSigns:
-        """Read the beats since the last call."""
         try:
             beats = os.read(self._fd, 65536)
         except BlockingIOError:
@@ -87,8 +86,6 @@ class RankPulse:
 
 
 class RankProcesses(RankCalls):
-    """Workers in processes of this host, one a rank, reached by a socket each."""
-
     def __init__(self, config: EngineConfig) -> None:
         """Start the processes; return when they have met. Raises a rank's error."""
         mesh = Mesh(config.parallel)

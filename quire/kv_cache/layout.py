@@ -1,8 +1,7 @@
 """Layout of one pool for all layers (docs/kv-cache.md): layers of a kind form groups of equal size, and a block serves
 one group. A physical block is `layers_per_group` pages of equal bytes; layer number j of every group uses tensor j.
 Kinds with more or fewer bytes per token get blocks of fewer or more tokens; a state's page is padded. Kernels use
-blocks of `block_size` tokens (the option), of which a page holds a whole number (quire/worker/block_tables.py). Where n
-ranks share a sequence's tokens, a block has n times as many tokens, of which a rank's page has its own."""
+blocks of `block_size` tokens (the option), of which a page holds a whole number (quire/worker/block_tables.py)."""
 
 from __future__ import annotations
 

@@ -166,7 +166,6 @@ class Adapters:
 
     @property
     def step(self) -> Any:
-        """Slots of the pass for `Operations.add_adapted`; None if no token has an adapter."""
         return self._step
 
 

@@ -156,7 +156,6 @@ class Decoder:
         return self._head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
-        """Load the checkpoint's tensors (CausalLM.load_weights). elsewhere: slot names of other ranks."""
         fill_slots(self.slots, self._names, weights, elsewhere)
 
     def release_workspaces(self) -> None:

@@ -44,7 +44,6 @@ class TransformersModel:
         self._steps = replacement.steps
         self._shapes = replacement.shapes
         self.slots: WeightSlots = replacement.slots
-        """Slot of each checkpoint tensor."""
         self._fill_parameters()
         self._fill_buffers()
         conversions = _conversions(model)

@@ -31,7 +31,6 @@ from quire.models.vision_grid import Grid, GridInputs, blended, copied_to, grid_
 from quire.quantization.integer_weight import WeightSource, copy_into
 
 MERGED_ACTIVATION = "gelu"
-"""Activation of the mergers."""
 
 
 class EncoderRun(ABC):

@@ -21,7 +21,6 @@ Progress = Callable[[int, int], None]
 """Callback for (bytes done, bytes in all)."""
 
 LONGEST_NAME = 255
-"""Maximum length of a file name."""
 
 Tensors = Iterator[tuple[str, torch.Tensor | FileTensor]]
 

@@ -27,7 +27,6 @@ FORMATS: Mapping[str, str] = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF
 MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 """Pillow's modes with up to 8 bits per value."""
 MOST_SCANS = 100
-"""Maximum number of scans in a JPEG."""
 _START_OF_SCAN = b"\xff\xda"
 _JPEGS = ("JPEG", "MPO")
 """Formats of JPEG files. MPO: several JPEGs, from telephones, found by Pillow's JPEG opener."""

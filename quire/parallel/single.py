@@ -8,8 +8,6 @@ from quire.parallel.interface import ProcessGroup
 
 
 class SingleRank:
-    """ProcessGroup of one rank: collectives return their inputs."""
-
     rank = 0
     size = 1
     native = None

@@ -148,7 +148,6 @@ class PrefixRegistration:
         return self._kv.num_unregistered_blocks - sum(self._reserved.values())
 
     def longest_sequence(self, limit: int) -> int:
-        """Longest sequence, at most `limit` tokens, that fits into the pool beside registered prefixes."""
         lengths = range(1, limit + 1)
         return bisect.bisect_right(lengths, self.num_usable, key=lambda n: self._kv.most_blocks(n, self._max_chunk))
 

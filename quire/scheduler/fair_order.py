@@ -1,11 +1,8 @@
 """Fair order of clients: the place of a request among the waiting ones of other clients (docs/scheduling.md).
 
 Clients are served in rounds: between two requests of one client each other client has one turn. A request's place is
-decided once, at its arrival, by the time at which it counts as arrived (`Request.order_time`). A client that waits
-alone is served in order of arrival.
-
-So a client's first request waits for at most one request of each other client, and nothing that comes later passes it.
-Rounds are of requests of one priority.
+decided once, at its arrival, by the time at which it counts as arrived (`Request.order_time`). A client's first request
+waits for at most one request of each other client. Rounds are of requests of one priority.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Answer(ABC, Generic[Body]):
 
     @property
     def times(self) -> AnswerTimes | None:
-        """Durations of the phases so far, in milliseconds; None for several prompts."""
+        """Durations in milliseconds of the phases so far; None for several prompts."""
         return self._counter.times()
 
     def _times(self) -> AnswerTimes | UnsetType | None:

@@ -23,7 +23,6 @@ Structs = tuple[type[msgspec.Struct], ...]
 MIN_NAME_LETTERS = 6
 """Minimum length of a name for misspellings."""
 MAX_UNKNOWN_FIELDS = 64
-"""Limit on different unknown fields in one request."""
 MAX_ENTRIES = 2**17
 """Limit on entries in all lists of one request that may hold objects: messages, parts, tools, calls."""
 MAX_CONTAINERS = 2**18

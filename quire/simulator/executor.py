@@ -52,9 +52,7 @@ class SimulatedExecutor:
         self._layout: KVCacheLayout | None = None
         self._swap_seconds = 0.0
         self.busy_seconds = 0.0
-        """Seconds of the device's computation."""
         self.swap_seconds = 0.0
-        """Seconds of the host link's copies."""
         self.num_steps = 0
 
     # -- the protocol -----------------------------------------------------------------------------------------------

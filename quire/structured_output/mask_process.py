@@ -44,7 +44,6 @@ NUM_THREADS = 3
 SLOW_THREAD = 2
 """Thread of slow sequences. One of the others leads."""
 SLOW_NICE = 5
-"""Niceness of that thread."""
 STACK = 2
 """Stack of each thread relative to a rehearsal's."""
 MEMORY = 2

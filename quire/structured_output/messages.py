@@ -14,7 +14,6 @@ from quire.utils.frames import HEADER, encode_frame
 
 _READ_BYTES = 2**16
 MAX_DESCRIPTORS = 4
-"""Limit of descriptors with one message."""
 
 
 class RehearsalLimits(msgspec.Struct, frozen=True):

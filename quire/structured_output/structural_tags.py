@@ -1,6 +1,5 @@
 """Structural tags: text with parts between marks that follow schemas, as one grammar. The forms are xgrammar's, as in
-vLLM: `{"format": {"type": ...}}`, or the older `{"structures": [...], "triggers": [...]}`. After a trigger, the
-beginning of one or more tags, one of these tags must follow."""
+vLLM: `{"format": {"type": ...}}`, or the older `{"structures": [...], "triggers": [...]}`."""
 
 from __future__ import annotations
 

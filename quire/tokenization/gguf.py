@@ -1,7 +1,6 @@
 """Tokenizer in a GGUF file: vocabulary, merges, and the name of its rule for splitting words.
 
-It is byte-level BPE (GPT-2, LLaMA 3, Qwen, SmolLM, Mistral Nemo); sentencepiece (LLaMA 2, Mistral 7B, Gemma, T5); or
-BERT's WordPiece.
+It is byte-level BPE, sentencepiece, or BERT's WordPiece.
 """
 
 from __future__ import annotations

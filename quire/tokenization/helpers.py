@@ -49,7 +49,6 @@ UNKNOWN_PATTERN_CHARACTERS = 2**8
 """Same limit for a tokenizer with patterns of its own. The worst known takes 0.6 s for 256 characters and 34 s for
 4,096."""
 START_SECONDS = 60.0
-"""Timeout of a start."""
 GRACE_SECONDS = 1.0
 """Time after a rendering helper's own timers before this side kills it, in seconds."""
 JOINED_BYTES = 64 * 2**10

@@ -11,7 +11,6 @@ from pathlib import Path
 from quire.errors import ModelLoadError, is_interrupt
 
 MAX_REASON = 300
-"""Maximum number of characters of the library's message."""
 STDERR = 2
 
 

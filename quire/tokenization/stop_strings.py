@@ -60,7 +60,7 @@ class StopTable:
 class StopStrings:
     """Search for a text's first stop string (Aho-Corasick).
 
-    The first to be complete wins, then the longest; text that may begin one is held back. Cost: O(1) per character.
+    The first to be complete wins, then the longest; text that may begin one is held back.
     """
 
     def __init__(self, table: StopTable, include_in_output: bool = False) -> None:

@@ -1,7 +1,4 @@
-"""Form of messages that a chat template expects, found in its syntax tree, and conversion of messages to it.
-
-A template that loops over a message's content wants a list of parts, others a string, as in vLLM.
-"""
+"""Form of messages that a chat template expects, found in its syntax tree, and conversion of messages to it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,6 @@ from quire.utils.model_files import read_model_file
 
 MAX_TOKEN_ID = 2**24
 MAX_SENTENCEPIECE_BYTES = 2**24
-"""Maximum size in bytes of a sentencepiece model."""
 TEKKEN_FILE, TIKTOKEN_FILE = "tekken.json", "tiktoken.model"
 OTHER_FILES = (TEKKEN_FILE, TIKTOKEN_FILE, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """Files of a directory without tokenizer.json: Mistral's, Kimi's, and sentencepiece's."""

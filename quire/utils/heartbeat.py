@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from quire.clock import Clock, SystemClock
 
 BEAT_SECONDS = 0.5
-"""Seconds between two beats."""
 SILENCE_LIMIT = 4.0
 """Seconds without a sign of life after which a process counts as unresponsive: eight beats."""
 HUNG_ENGINE_TIMEOUT = 60.0

@@ -127,8 +127,6 @@ class MakeTexts(Protocol):
 
 
 class TextFinder:
-    """Finder for `method: ngram` and `suffix`."""
-
     def __init__(
         self, num_rows: int, config: SpeculationConfig, make_texts: MakeTexts, make_corpus: MakeCorpus
     ) -> None:

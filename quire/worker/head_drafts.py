@@ -1,6 +1,5 @@
-"""Drafts of a head: layers after the model's last one that guess the token after the next from a token's hidden state
-and its successor. After each step the head computes the step's tokens with a known successor; drafts start from the
-last result."""
+"""Drafts of a head (quire/models/draft_head.py). After each step the head computes the step's tokens with a known
+successor; drafts start from the last result."""
 
 from __future__ import annotations
 
@@ -55,7 +54,6 @@ class HeadDrafts(HostDrafts):
         self._backends = backends
         self._longest = longest
         self._columns = ColumnValues(STEP_COLUMNS, head.columns, tables.num_rows)
-        """Columns of plain texts, without adapters and images."""
         self._results = torch.zeros(tables.num_rows, head.output_size)
         """Head's result for the last token but one of each row."""
         self._known = np.zeros(tables.num_rows, np.int64)

@@ -203,7 +203,6 @@ class ModelRunner:
         self._compute.warm_up(self.launch)
 
     def capture_next(self) -> bool:
-        """Capture one more graph while no plan is outstanding; returns whether one was left."""
         return self._compute.capture_next()
 
     def _move_blocks(self, plan: StepPlan, step: ComputeStep) -> None:

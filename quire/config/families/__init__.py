@@ -24,7 +24,6 @@ FAMILIES: Mapping[str, Family] = {
 ARCHITECTURES: Mapping[str, Family] = {name: each for each in FAMILIES.values() for name in each.architectures}
 """Families by class, which takes precedence over model_type."""
 RUNNABLE = tuple(sorted(name for name, family in ARCHITECTURES.items() if family.is_runnable))
-"""Classes that the engine runs."""
 GGUF: Mapping[tuple[str, bool, int], Family] = {
     (each.gguf.architecture, each.gguf.has_experts, each.gguf.gating): each
     for each in FAMILIES.values()

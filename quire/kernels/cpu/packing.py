@@ -69,7 +69,6 @@ class PackedMatrix:
     scale * value + offset. memory: source of zeroed memory, such as a model's `Arena`."""
 
     scale_dtype = torch.float32
-    """Dtype of offsets and scales."""
     blocks: BlockLayout | None = None
     """Block format, if the file's blocks are kept."""
     activation_bits = 0

@@ -35,14 +35,12 @@ def check_shape(block_size: int, num_heads: int, num_kv_heads: int, head_dim: in
 
 
 def check_latent(rank: int, rope_dim: int) -> None:
-    """Raise ConfigError for latents that the native kernels cannot attend to."""
     reason = why_no_latents(rank, rope_dim)
     if reason is not None:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
 
 
 def check_index(num_heads: int, dim: int, top: int) -> None:
-    """Raise ConfigError for an indexer that the native kernels lack."""
     reason = why_no_index(num_heads, dim, top)
     if reason is not None:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")

@@ -1,6 +1,6 @@
 """Kernels of low-rank adapters: y[t] += scale * (x[t] A^T) B^T with A and B of the slot that row t names. Rows are
-sorted by slot on the device, in tiles of one slot each, so the host never waits. Limits: the adapters' bytes for few
-rows, y's for many. A row's bits do not depend on the batch or the slot."""
+sorted by slot on the device, in tiles of one slot each, so the host never waits. A row's bits do not depend on the
+batch or the slot."""
 
 from __future__ import annotations
 

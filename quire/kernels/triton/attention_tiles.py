@@ -1,8 +1,7 @@
 """Tiles and splits of device attention, from shapes and device limits.
 
-Decode is bound by memory bandwidth: few rows, several loads in flight, enough programs. A prompt is bound by
-arithmetic: 128 rows, each with as many operations per byte fetched from the L2 cache. Shared memory and registers limit
-tiles.
+Decodes are bound by memory bandwidth: few rows, several loads in flight, enough programs. Prompts are bound by
+arithmetic. Shared memory and registers limit tiles.
 """
 
 from __future__ import annotations

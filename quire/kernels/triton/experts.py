@@ -1,6 +1,5 @@
 """Mixtures of experts: products of rows with their chosen experts' matrices. (Row, expert) pairs are sorted by expert
-on the device, so the host never waits for the routing. Limits: the chosen experts' weight bytes for few rows,
-arithmetic for many. Additions run in order."""
+on the device, so the host never waits for the routing. Additions run in order."""
 
 from __future__ import annotations
 

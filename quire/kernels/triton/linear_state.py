@@ -1,7 +1,6 @@
 """Layers with recurrent state on a device: short convolution, gated delta rule, and the gated norm after it, as
 `layers/states.py` defines them. Tiles are the same for prompts and decodes, so a token's bits depend only on its
-sequence; steps that are not `batch_invariant` decode by `delta_decode.py`. Limits: the state's bytes for single tokens;
-for prompts a third of the matrix units' tf32 rate."""
+sequence; steps that are not `batch_invariant` decode by `delta_decode.py`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ LARGEST = tl.constexpr(127.0)
 LEAST_PEAK = tl.constexpr(2.0**-119)
 """Smallest magnitude; 127 over a smaller one would overflow."""
 INFINITY_BITS = tl.constexpr(0x7F800000)
-"""Bits of float32 infinity."""
 
 
 @dataclass(frozen=True, slots=True)

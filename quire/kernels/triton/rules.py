@@ -152,14 +152,12 @@ def add_logit_bias(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor
 def ban_stop_tokens(
     scores: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, histories: Histories, lists: torch.Tensor
 ) -> None:
-    """Make stop tokens impossible in rows with fewer than `min_tokens` generated tokens."""
     lengths, num_prompt_tokens, _ = histories
     strides = (scores.stride(0), words.stride(0))
     launch(_stop_kernel, (len(rows),), scores, rows, words, lengths, num_prompt_tokens, lists, *strides, BLOCK=BLOCK)
 
 
 def ban_sequences(scores: torch.Tensor, rows: torch.Tensor, histories: Histories, lists: torch.Tensor) -> None:
-    """Ban tokens that would complete a banned sequence; only generated tokens match."""
     strides = (scores.stride(0), histories.token_table.stride(0))
     launch(_banned_kernel, (len(rows),), scores, rows, *histories, lists, *strides, BLOCK=BLOCK)
 

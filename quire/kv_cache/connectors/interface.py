@@ -1,7 +1,6 @@
 """Scheduler's half of a KV connector: it knows the cached blocks outside the device, orders their transfers, and
 processes the worker's reports (docs/decisions/0028-kv-connector.md). `lookup` extends a prefix hit; TransferBlocks
-allocates device blocks for it; `allocated` names them to the connector, whose next `orders` carry the load. Loaded
-blocks enter the prefix index, and the request starts with a plain hit."""
+allocates device blocks for it; `allocated` names them to the connector, whose next `orders` carry the load."""
 
 from __future__ import annotations
 

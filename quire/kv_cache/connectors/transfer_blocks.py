@@ -225,7 +225,6 @@ class TransferBlocks:
         return bool(self._sending) or len(self._arrivals) > len(self._in_this_plan)
 
     def check(self, owners: dict[int, int]) -> None:
-        """Add the shares of device blocks to `owners` (block -> owners), and assert the invariants."""
         arriving = [arrival.block for arrival in self._arrivals.values()]
         hits = [block for load in self._waiting for block in load.hits]
         for block in itertools.chain(self._held, self._due, arriving, hits, *self._sending.values()):

@@ -20,7 +20,6 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 MAX_ROLE = 64
-"""Maximum number of characters in a role."""
 
 
 def check_role(role: str) -> None:

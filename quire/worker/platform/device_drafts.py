@@ -86,11 +86,8 @@ class DeviceDrafts:
     """Drafts of a device's rows, found in a sequence's own tokens."""
 
     writes_blocks = False
-    """True if making drafts writes to the KV cache."""
     reads_all = False
-    """True if the last layer computes all tokens for it."""
     taps: tuple[int, ...] = ()
-    """Numbers of the layers whose results it reads."""
 
     def __init__(self, arena: StateArena, config: SpeculationConfig, queue_depth: int, *, has_states: bool) -> None:
         """has_states: see HostDrafts; no draft may be last before a state border, at any start that drafts in flight

@@ -137,7 +137,6 @@ class PinnedPool:
         return self.blocks.unbind(1)
 
     def close(self) -> None:
-        """Unpin the memory; no copy may be in progress."""
         self._memory.unpin(self.blocks)
 
 

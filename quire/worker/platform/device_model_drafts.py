@@ -123,8 +123,6 @@ class MadeDrafts(DeviceDrafts):
 
 
 class DeviceModelDrafts(MadeDrafts):
-    """Makes drafts with a model on a device."""
-
     def __init__(
         self,
         arena: StateArena,

@@ -60,7 +60,6 @@ class HostTexts:
         self._follows_all = follows_all
 
     def forget(self, row: int) -> None:
-        """Reset a row for another sequence."""
         self.known[row] = 0
         self.owners[row] += 1
         self.are_followed[row] = False
