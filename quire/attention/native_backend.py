@@ -155,16 +155,7 @@ class RecordedAttention(AttentionStep):
         num_heads, dim = heads.shape.num_heads, heads.shape.head_dim
         own, every = num_heads * dim, count * num_heads * dim
         constants = {**self.backend.head_constants(heads, rotation), "num_heads": count * num_heads}
-        rows = recorder.call(
-            "attention",
-            qkv.width,
-            over=qkv,
-            in_place=True,
-            output="qkv",
-            buffers={"rotation": rotation, "out": None},
-            query_heads=num_heads,
-            **constants,
-        )
+        rows = write_rows(heads, qkv, rotation, constants)
         if native is None:
             queries = recorder.call_torch(partial(dealt.gather, own), every, [rows])
         else:
@@ -207,6 +198,20 @@ class RecordedAttention(AttentionStep):
             buffers={"query": query, "key": key, "weights": weights, "rotation": rotation},
             **self.backend.index_constants(shape),
         )
+
+
+def write_rows(heads: HeadWeights, qkv: Buffer, rotation: Buffer | None, constants: dict[str, Any]) -> Buffer:
+    """Record the preparation of rows in place and the write of their keys and values, without attention."""
+    return qkv.recorder.call(
+        "attention",
+        qkv.width,
+        over=qkv,
+        in_place=True,
+        output="qkv",
+        buffers={"rotation": rotation, "out": None},
+        query_heads=heads.shape.num_heads,
+        **constants,
+    )
 
 
 class NativeAttentionStep(RecordedAttention):

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.attention.native_backend import NativeAttention, NativeAttentionStep
+from quire.attention.native_backend import NativeAttention, NativeAttentionStep, write_rows
 from quire.kernels.arguments import HeadWeights
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedProgram, Recorder, rounded_rows
@@ -108,16 +108,7 @@ class SharedPromptsStep(NativeAttentionStep):
         recorder, shape = qkv.recorder, heads.shape
         recorder.keep.append(heads)
         constants = self.backend.head_constants(heads, rotation)
-        rows = recorder.call(
-            "attention",
-            qkv.width,
-            over=qkv,
-            in_place=True,
-            output="qkv",
-            buffers={"rotation": rotation, "out": None},
-            query_heads=shape.num_heads,
-            **constants,
-        )
+        rows = write_rows(heads, qkv, rotation, constants)
         recorder.call_torch(partial(self._keys.exchange, heads), 1, [rows])
         return recorder.call(
             "attention",
