@@ -29,8 +29,8 @@ NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 75 * 2
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Its first node has one core, and so has the other one."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # 15, as usual: beside other tests an actor's seconds become minutes
+    # Ray's niceness of actors is 15: beside other tests the seconds of their start become minutes.
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
     import ray
     from ray.cluster_utils import Cluster
 

@@ -267,8 +267,7 @@ def routing_calls() -> Calls:
 
 
 def tower_calls(capability: int) -> Calls:
-    """Attention of towers, rotated, with heads of 72 or 80, one in 16 bits and the other one in float32: they are padded
-    alike."""
+    """Attention of towers, rotated, with heads of 72 and 80, one of them in float32: both are padded alike."""
 
     def call(dim: int, dtype: torch.dtype) -> None:
         rotation = float32(64, dim // 2), float32(64, dim // 2)

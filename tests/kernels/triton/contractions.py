@@ -31,7 +31,7 @@ class CountingRecorder:
             return
         compiled = kernel.warmup(*args, grid=grid, **constants, enable_fp_fusion=False)
         metadata = compiled.metadata._asdict()
-        options = CUDAOptions(**{each.name: metadata[each.name] for each in fields(CUDAOptions)})
+        options = CUDAOptions(**{each.name: hashable(metadata[each.name]) for each in fields(CUDAOptions)})
         for contracts in (False, True):
             stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
             CUDABackend(metadata["target"]).add_stages(
@@ -40,6 +40,11 @@ class CountingRecorder:
             ptx = stages["ptx"](compiled.asm["llir"], metadata)
             fused = fused_operations(stages["cubin"](ptx, metadata))
             print(json.dumps({"kernel": kernel.__name__, "contracts": contracts, "fused": fused}), flush=True)
+
+
+def hashable(value: Any) -> Any:
+    """The value, with tuples for lists: metadata was JSON."""
+    return tuple(map(hashable, value)) if isinstance(value, list) else value
 
 
 def fused_operations(cubin: bytes) -> int:
