@@ -48,7 +48,7 @@ def a_decode(work: StepWork) -> StepWork:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("llama-3.1-8b", {"pp": 2}), ("deepseek-v3", {}), ("mixtral-8x7b", {"ep": 2})]
+    ("name", "sizes"), [("llama-3.1-8b", {"pp": 2}), ("deepseek-v3", {}), ("mixtral-8x7b", {"dp": 2, "ep": 2})]
 )
 def test_refused(name: str, sizes: dict[str, int]) -> None:
     with pytest.raises(UserError, match="pcp=2 is not possible"):
