@@ -88,6 +88,10 @@ class ImageProcessor(Protocol):
         """Resized height and width. Raises UserError for an image that the processor refuses."""
         ...
 
+    def num_tokens_of(self, height: int, width: int, where: str) -> int:
+        """Placeholders of an image, as `target_size` resizes it."""
+        ...
+
     def process(self, pixels: Pixels, where: str) -> ProcessedImage:
         """Resize an image. Raises UserError as `target_size` does."""
         ...
@@ -143,6 +147,9 @@ class QwenProcessor(msgspec.Struct, frozen=True, tag=True):
             rows, columns = math.ceil(height * stretch / side), math.ceil(width * stretch / side)
         return rows * side, columns * side
 
+    def num_tokens_of(self, height: int, width: int, where: str) -> int:
+        return math.prod(self.target_size(height, width, where)) // (self.patch_size * self.merge_size) ** 2
+
     def process(self, pixels: Pixels, where: str) -> ProcessedImage:
         height, width = self.target_size(pixels.shape[0], pixels.shape[1], where)
         resized = resize(pixels, height, width, self.resample)
@@ -187,6 +194,9 @@ class SquareProcessor(msgspec.Struct, frozen=True, tag=True):
 
     def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
         return self.height, self.width
+
+    def num_tokens_of(self, height: int, width: int, where: str) -> int:
+        return self.num_tokens
 
     def process(self, pixels: Pixels, where: str) -> ProcessedImage:
         resized = resize(pixels, self.height, self.width, self.resample)

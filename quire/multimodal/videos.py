@@ -10,16 +10,17 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
 
 from quire.config.hf_json import Fields, read_optional_json
-from quire.config.media import MOST_FRAMES, VideoOptions
-from quire.errors import PromptTooLongError, UserError
+from quire.config.media import MODEL_SIZE, MOST_FRAMES, MediaSize, VideoOptions
+from quire.errors import ConfigError, PromptTooLongError, UserError
 from quire.multimodal.decoding import Pixels, read_pixels
 from quire.multimodal.processors import LARGEST_RATIO, QwenProcessor, channels, content_key, resize
+from quire.multimodal.sizes import NO_LIMIT, OPTION, check_tokens, sides
 from quire.multimodal.sources import VIDEO_LIMITS, read_data_url, too_many_bytes
 from quire.multimodal.video_marks import ReadyVideo
 from quire.prompt_image import ReadyImage
@@ -49,7 +50,7 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
     after resizing. fps: frames sampled of a second (None: all), from min_frames to max_frames. num_frames: frames
     sampled in all, in place of fps. max_tokens: tokens of a frame (None: no limit of its own). most_tokens: largest
     number of tokens of a video; longer ones are refused. samples_lists: sample frames that a program gives without
-    `do_sample_frames`."""
+    `do_sample_frames`. most_sized_tokens, most_part_tokens: limits of a video and of a part by `limited`."""
 
     image: QwenProcessor
     min_pixels: int
@@ -61,12 +62,17 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
     max_tokens: int | None
     most_tokens: int = 2**32
     samples_lists: bool = True
+    most_sized_tokens: int = NO_LIMIT
+    most_part_tokens: int = NO_LIMIT
 
     @property
     def most_memory(self) -> int:
         """Upper estimate in bytes of the memory for a file."""
         side, step = self.image.patch_size * self.image.merge_size, self.image.frames
-        most = min(self._most_pixels(self.num_frames or self.max_frames), self.most_tokens * side**2 * step)
+        most = min(
+            self._most_pixels(self.num_frames or self.max_frames),
+            min(self.most_tokens, self.most_sized_tokens) * side**2 * step,
+        )
         return DECODER_BYTES + COPIES * 3 * most
 
     def _most_pixels(self, num_frames: int) -> int:
@@ -122,7 +128,30 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
                 f"and the model's context is {self.most_tokens} tokens",
                 param=where,
             )
+        check_tokens(num_tokens, self.most_sized_tokens, "a video", where)
+        check_tokens(rows * columns, self.most_part_tokens, f"a run of {self.image.frames} frames", where)
         return rows * side, columns * side
+
+    def limited(self, size: MediaSize) -> Self:
+        """Processor that refuses videos of more tokens than one of the size has. Raises ConfigError."""
+        if size == MODEL_SIZE:
+            return self
+        free, side = msgspec.structs.replace(self, most_tokens=NO_LIMIT), self.image.patch_size * self.image.merge_size
+        num_frames = min(size.num_frames or NO_LIMIT, self.num_frames or self.max_frames)
+        height, width = sides(size, self.image.max_pixels)
+        asked = round(height / side) * round(width / side)
+
+        def tokens_of(count: int) -> int:
+            """Tokens of a part in a video of `count` frames; NO_LIMIT if the model makes them smaller."""
+            try:
+                found = math.prod(free.target_size(count, height, width, f"{OPTION}.video")) // side**2
+            except UserError as error:
+                raise ConfigError(str(error), param=OPTION) from None
+            return found if found >= asked else NO_LIMIT
+
+        whole = tokens_of(num_frames) * math.ceil(num_frames / self.image.frames)
+        part = tokens_of(min(self.image.frames, num_frames)) if size.has_sides else NO_LIMIT
+        return msgspec.structs.replace(self, most_sized_tokens=whole, most_part_tokens=part)
 
     def moments(self, num_parts: int, rate: float) -> list[int]:
         """Rotary times of the parts; empty: each has positions of its own. rate: sampled frames of a second."""

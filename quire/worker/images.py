@@ -21,9 +21,11 @@ class ImageOverlays:
     """OverlaySource of a model with images. Plans order encoding and dropping, so the scheduler knows every worker's
     features (quire/scheduler/encoding.py). An image's bits do not depend on how its encoding is sliced."""
 
-    def __init__(self, encoder: VisionEncoder, processor: ImageProcessor) -> None:
+    def __init__(self, encoder: VisionEncoder, processor: ImageProcessor, largest_tokens: int) -> None:
+        """largest_tokens: approximate tokens of the largest image or part of a video."""
         self.encoder = encoder
         self._processor = processor
+        self._largest_tokens = largest_tokens
         self._kept: dict[bytes, torch.Tensor] = {}
         """Features by image key, [tokens, feature_size] float32."""
         self._run: tuple[bytes, EncoderRun] | None = None
@@ -54,7 +56,7 @@ class ImageOverlays:
     def working_bytes(self, max_tokens: int) -> int:
         """Upper estimate in bytes of features and the encoder's working memory, in float32. max_tokens: limit of a
         prompt, which bounds an image's placeholders."""
-        return self.encoder.config.working_bytes(min(max_tokens, self._processor.max_tokens))
+        return self.encoder.config.working_bytes(min(max_tokens, self._largest_tokens))
 
     def release_workspaces(self) -> None:
         """Free working memory and drop all features."""

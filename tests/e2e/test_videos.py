@@ -338,6 +338,10 @@ def test_models_without_videos_and_limits(directory: Path, tmp_path: Path) -> No
     given = {"prompt_token_ids": [5, *MARKED], "multi_modal_data": {"video": FRAMES}}
     with engine(directory, limit_mm_per_prompt={"video": 0}) as llm, pytest.raises(UserError, match="at most 0 videos"):
         tokens(llm, [given])
+    sized = {"video": {"count": 2, "num_frames": 2, "width": 32, "height": 16}}
+    refused = pytest.raises(UserError, match=r"video\[0\]: a video of \d+ tokens is larger than the")
+    with engine(directory, limit_mm_per_prompt=sized) as llm, refused:
+        tokens(llm, [given])
     other = save_chat(random_model(qwen3_vl), tmp_path)
     (other / "video_preprocessor_config.json").write_text(json.dumps({"patch_size": 2}))
     with engine(other) as llm, pytest.raises(UserError, match="this model takes no videos"):
