@@ -115,7 +115,7 @@ class EncoderCosts:
     tokens whose features are kept; a larger image is kept alone. patch_factor, pair_factor: elements that a layer
     multiplies for each patch, and for each pair of patches that attend to one another, relative to a text token's in
     all layers. patches: patches of a token. window: patches of a window. whole_share: share of the layers that attend
-    to whole frames."""
+    to whole frames. num_ranks: ranks that have the whole tower, each for images of its own."""
 
     num_layers: int
     cache_tokens: int
@@ -124,11 +124,12 @@ class EncoderCosts:
     patches: int
     window: int = 0
     whole_share: float = 1.0
+    num_ranks: int = 1
 
     @classmethod
-    def of(cls, config: VisionConfig, text_elements: int) -> EncoderCosts:
-        """Costs of a tower. text_elements: elements that a text token is multiplied by."""
-        size = config.hidden_size
+    def of(cls, config: VisionConfig, text_elements: int, num_ranks: int = 1) -> EncoderCosts:
+        """Costs of a tower. text_elements: elements that a text token is multiplied by on all ranks together."""
+        size, text_elements = config.hidden_size, text_elements // num_ranks
         return cls(
             num_layers=config.num_layers,
             cache_tokens=CACHE_BYTES // (4 * config.feature_size),
@@ -137,6 +138,7 @@ class EncoderCosts:
             patches=config.merge_size**2,
             window=(config.window * config.merge_size) ** 2,
             whole_share=len(config.whole_layers) / config.num_layers if config.window else 1.0,
+            num_ranks=num_ranks,
         )
 
     def layer_tokens(self, grid: tuple[int, int, int]) -> int:

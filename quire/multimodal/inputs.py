@@ -285,7 +285,7 @@ def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
     found = image_inputs(config)
     if isinstance(found, NoImages):
         return None
-    return EncoderCosts.of(found.vision, config.model.shape.active_parameters())
+    return EncoderCosts.of(found.vision, config.model.shape.active_parameters(), config.parallel.tp)
 
 
 def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:

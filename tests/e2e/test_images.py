@@ -285,7 +285,7 @@ def test_tokens_do_not_depend_on_chunks_and_neighbours(directory: Path, options:
 
 @pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.long), "native"])
 def test_two_ranks(directory: Path, expected: list[list[int]], backend: str) -> None:
-    """Each computes the tower: plans tell both what to encode and to drop."""
+    """Each encodes some of the images, and gets the others' features (tests/worker/test_images.py has their bits)."""
     with engine(directory, tensor_parallel_size=2, attention_backend=backend, max_num_batched_tokens=16) as llm:
         assert tokens(llm, PROMPTS) == expected
         assert tokens(llm, PROMPTS[:1]) == expected[:1]
