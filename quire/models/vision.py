@@ -220,7 +220,7 @@ class PooledMerger(Merger):
 
 
 class VisionTower:
-    """Layers of a tower, for any kind of values. Every rank has the whole tower; load-time quantisation skips it.
+    """Layers of a tower, for any kind of values. Each rank has the whole tower; load-time quantisation skips it.
     slots: by checkpoint names without the tower's prefix."""
 
     def __init__(self, config: VisionConfig, context: LayerContext) -> None:
