@@ -17,7 +17,7 @@ class ImagePlace(msgspec.Struct, array_like=True, frozen=True):
 
 class EncodeSlice(msgspec.Struct, array_like=True, frozen=True):
     """Next layers of one image's encoding on one rank. An image's slices follow one another; the rank's next image
-    begins after its last. After a plan's slices the ranks exchange the features of images that are encoded."""
+    begins after its last. After a plan's slices ranks exchange new features."""
 
     key: bytes
     num_layers: int

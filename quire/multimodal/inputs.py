@@ -1,4 +1,4 @@
-"""Images and videos of prompts: a model's settings of them, and replacement of placeholders."""
+"""Images and videos of prompts: a model's settings, and replacement of placeholders."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class ImageInputs:
         return max(part, most) if self.media.images.count else part
 
     def check_numbers(self, pictures: Sequence[Picture]) -> None:
-        """Raise UserError for too many images or videos in a prompt, and for videos of a model that takes none."""
+        """Raise UserError for too many images or videos in a prompt."""
         for is_video, limit, what in (
             (False, self.media.images.count, "images"),
             (True, self.media.videos.count, "videos"),
@@ -187,9 +187,9 @@ class ImageInputs:
     def place(
         self, token_ids: list[int], media: Sequence[ReadyMedium], where: str
     ) -> tuple[list[int], list[PromptImage]]:
-        """Return the prompt with a placeholder for each token of each image and video, and the placed images and parts
-        of videos. token_ids: prompt with one placeholder per image, with all, or with one mark per image; for videos
-        see VideoMarks. Raises UserError for placeholders that do not match."""
+        """Return the prompt with all placeholders, and the placed images and parts of videos. token_ids: prompt with
+        one placeholder or mark per image, or with all; for videos see VideoMarks. Raises UserError for placeholders
+        that do not match."""
         images = [each for each in media if isinstance(each, ReadyImage)]
         videos = [each for each in media if isinstance(each, ReadyVideo)]
         if self.videos is not None:

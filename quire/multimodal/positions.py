@@ -100,8 +100,7 @@ def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
 
 
 def last_seen(images: Sequence[PromptImage]) -> TokenValues:
-    """Values of LAST_SEEN from the first image to the end of the last: an image's last position for its tokens, its own
-    for another."""
+    """Values of LAST_SEEN from the first image to the end of the last."""
     start = images[0].start
     values = list(range(start, images[-1].end))
     for image in images:

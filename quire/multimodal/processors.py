@@ -102,8 +102,8 @@ class ImageProcessor(Protocol):
 
 
 class QwenProcessor(msgspec.Struct, frozen=True, tag=True):
-    """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: sides are multiples of a token's side, and the number of pixels
-    is bounded. Each patch repeats the image `frames` times."""
+    """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: sides are multiples of a token's, pixels are bounded. Each patch
+    repeats the image `frames` times."""
 
     patch_size: int
     merge_size: int
@@ -171,7 +171,7 @@ class QwenProcessor(msgspec.Struct, frozen=True, tag=True):
 
 
 class SquareProcessor(msgspec.Struct, frozen=True, tag=True):
-    """Processor of Gemma 3: all images are resized to one size and pooled to the same number of tokens."""
+    """Processor of Gemma 3: all images get one size and number of tokens."""
 
     height: int
     width: int
@@ -227,7 +227,7 @@ def resize(pixels: Pixels, height: int, width: int, resample: int) -> Pixels:
 
 
 def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
-    """Key of a ProcessedImage. options: value whose repr names everything that patches depend on."""
+    """Key of a ProcessedImage. options: value whose repr names all that patches depend on."""
     described = repr((pixels.shape, tuple(grid), options)).encode()
     digest = hashlib.sha256(_KEY_LABEL + len(described).to_bytes(4, "little") + described)
     digest.update(np.ascontiguousarray(pixels).data)
@@ -269,8 +269,7 @@ def read_qwen_processor(directory: Path) -> QwenProcessor:
 
 
 def read_square_processor(directory: Path, patch_size: int, side: int, num_tokens: int) -> SquareProcessor:
-    """Read the processor of Gemma 3. patch_size, side, num_tokens: values of config.json; side: patches on a side of an
-    image. Raises ModelLoadError with file and key."""
+    """Read the processor of Gemma 3. side: patches on a side of an image. Raises ModelLoadError with file and key."""
     fields = _read_settings(directory)
     size = _object(fields, "size")
     if fields.values.get("do_pan_and_scan"):

@@ -53,7 +53,7 @@ class ImageEncodings:
 
     def limit(self, request: Request, start: int, end: int) -> int:
         """End of the tokens from `start` that can be computed now, at most `end`. It lies before the first unencoded
-        image, which is then requested, and never inside an image that one step must compute (`is_whole`)."""
+        image, which is then requested, and never inside a whole one."""
         for image in request.images:
             if image.start >= end:
                 break
@@ -71,8 +71,7 @@ class ImageEncodings:
         return end
 
     def awaits_budget(self, request: Request, start: int, num_tokens: int) -> bool:
-        """True if an image that one step must compute (`is_whole`) begins at position `start` and has more than
-        `num_tokens` tokens."""
+        """True if a whole image (`is_whole`) of more than `num_tokens` tokens begins at `start`."""
         return any(
             image.is_whole and image.start == start and image.num_tokens > num_tokens for image in request.images
         )
@@ -185,8 +184,8 @@ class ImageEncodings:
     def _make_room(
         self, num_tokens: int, order_key: OrderKey, reads: set[bytes], dropped: list[bytes], *, is_idle: bool
     ) -> bool:
-        """Make room for an image of `num_tokens` features beside begun images, images that the plan reads and unread
-        ones of earlier requests. False: no room."""
+        """Make room beside begun images, those that the plan reads and unread ones of earlier requests. False: no
+        room."""
         room, victims = self._room(), []
         for key, kept in self._kept.items():
             if room >= num_tokens:

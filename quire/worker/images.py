@@ -37,8 +37,7 @@ class ImageOverlays:
     def __init__(
         self, encoder: VisionEncoder, processor: ImageProcessor, largest_tokens: int, group: ProcessGroup = SINGLE_RANK
     ) -> None:
-        """largest_tokens: approximate tokens of the largest image or part of a video. group: ranks that share the
-        model's layers, each of which encodes images of its own."""
+        """largest_tokens: see ImageInputs. group: ranks, each of which encodes images of its own."""
         self.encoder = encoder
         self._processor = processor
         self._largest_tokens = largest_tokens
@@ -71,8 +70,7 @@ class ImageOverlays:
         return self.encoder.weight_bytes()
 
     def working_bytes(self, max_tokens: int) -> int:
-        """Upper estimate in bytes of features and the encoder's working memory, in float32. max_tokens: limit of a
-        prompt, which bounds an image's placeholders."""
+        """Upper estimate in bytes of features and the encoder's working memory. max_tokens: limit of a prompt."""
         return self.encoder.config.working_bytes(min(max_tokens, self._largest_tokens))
 
     def release_workspaces(self) -> None:
