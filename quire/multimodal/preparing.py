@@ -32,7 +32,8 @@ class Preparation(msgspec.Struct, frozen=True):
         else:
             pixels = read_pixels(image, where, background=self.background)
         if self.most_tokens < NO_LIMIT:
-            check_tokens(self.processor.num_tokens_of(*pixels.shape[:2], where), self.most_tokens, "an image", where)
+            height, width, _ = pixels.shape
+            check_tokens(self.processor.num_tokens_of(height, width, where), self.most_tokens, "an image", where)
         found = self.processor.process(pixels, where)
         frames, rows, columns = found.grid
         merge = self.processor.merge_size
