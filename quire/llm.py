@@ -157,7 +157,7 @@ class LLM(OfflineEngine):
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority, **of_texts)
 
     def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
-        """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id. Prompts
+        """Compute a prompt, perhaps with images, now and keep it until `unregister_prefix`; returns its id. Prompts
         that start with all its tokens and have the same `cache_salt` reuse it (docs/prefixes.md). Raises UserError when
         it does not fit or would leave requests no room, ModelOutputError for NaN or infinite logits."""
         with self._busy:
