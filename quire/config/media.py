@@ -67,7 +67,7 @@ class VideoOptions:
 
 @dataclass(frozen=True)
 class MediaSize:
-    """Largest image or video that memory is planned for; None: the model's largest. num_frames: of videos."""
+    """Largest image or video that memory is planned for; None: the model's largest. num_frames: frames in a video."""
 
     width: int | None = None
     height: int | None = None
