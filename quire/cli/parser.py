@@ -73,6 +73,10 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     @property
+    def group_names(self) -> tuple[str, ...]:
+        return tuple(self._groups)
+
+    @property
     def known_flags(self) -> Collection[str]:
         return self._option_string_actions.keys()
 
