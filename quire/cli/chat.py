@@ -110,7 +110,7 @@ def _typed() -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    """Print a line to standard error, between words where a terminal is narrower."""
+    """Print to standard error, wrapped between words on a terminal."""
     if not sys.stderr.isatty():
         print(text, file=sys.stderr)
         return

@@ -15,8 +15,8 @@ SHELLS = ("bash", "zsh", "fish")
 
 @dataclass(frozen=True)
 class CommandWords:
-    """Command, such as `serve` or `bench serve`. text: one-line help. flags: spelling -> one-line help. values: flag
-    with a value, or "" for the first argument -> known words, none: file names."""
+    """Command, or its mode (`bench serve`). text: one-line help. flags: spelling -> one-line help. values: flag with a
+    value, or "" for the first argument -> known words."""
 
     text: str
     flags: Mapping[str, str]
@@ -40,7 +40,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def commands() -> dict[str, CommandWords]:
-    """Commands by name. A command with modes precedes these."""
     from quire.cli.main import COMMANDS
 
     found = {}
@@ -54,7 +53,7 @@ def commands() -> dict[str, CommandWords]:
 
 
 def known_words() -> dict[str, tuple[str, ...]]:
-    """Words of options whose type is text, by name: those that the options' checks accept."""
+    """Accepted words of text options, by name."""
     from quire import envs
     from quire.config import adapters, device, fallback, load, mla_prompt, parallel, pooling, resolve, resolve_device
     from quire.parsers import registry
@@ -109,7 +108,7 @@ def _words(words: Sequence[str]) -> str:
 
 
 def _cases(found: Mapping[str, CommandWords]) -> list[str]:
-    """Branches of a shell's `case` over a command, a colon and the word before."""
+    """Branches of a shell's `case` over `command:word before`."""
     lines = []
     for name, command in found.items():
         by_words: dict[tuple[str, ...], list[str]] = {}
@@ -132,10 +131,13 @@ def _bash(found: Mapping[str, CommandWords]) -> str:
         [
             "# Completes `quire` in bash; a word that is none of its own is a file's name.",
             "_quire() {",
-            "  local current=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} command=${COMP_WORDS[1]} words=",
+            "  local current=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]}",
+            "  local command=${COMP_WORDS[1]} words=",
             '  [ "$current" = "=" ] && current=',
             '  [ "$before" = "=" ] && before=${COMP_WORDS[COMP_CWORD-2]}',
-            f'  [ "$COMP_CWORD" -gt 2 ] && case "$command" in {_with_modes(found)}) command+=" ${{COMP_WORDS[2]}}" ;; esac',
+            f'  [ "$COMP_CWORD" -gt 2 ] && case "$command" in {_with_modes(found)})',
+            '    command+=" ${COMP_WORDS[2]}" ;;',
+            "  esac",
             f'  [ "$COMP_CWORD" = 1 ] && words={_words(first)}',
             '  [ "$COMP_CWORD" = 1 ] || case "$command:$before" in',
             *_cases(found),

@@ -89,7 +89,6 @@ def _arguments(flag: str, value: Any, action: argparse.Action) -> list[str]:
 
 
 def _takes_none(action: argparse.Action) -> bool:
-    """Whether `none` means None. Elsewhere it would be a text, such as the key `none` of an empty `api-key:`."""
     try:
         return callable(action.type) and action.type("none") is None
     except ValueError:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import queue
+import shutil
 import sys
 import termios
 import threading
@@ -123,8 +124,7 @@ def follow(client: FrameClient, url: str, rate: float, order: str = QUEUE_ORDER)
 
 
 def _width() -> int | None:
-    """Columns of a pipe, None: those of the terminal or of the environment."""
-    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    return None if sys.stdout.isatty() else shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
 
 
 @contextlib.contextmanager

@@ -99,10 +99,14 @@ def counts_of(kv: KVSnapshot) -> dict[str, int]:
 
 
 def render(
-    frame: Frame, history: History, url: str, *, order: str = QUEUE_ORDER, size: tuple[int, int | None] = (NARROW_WIDTH, None)
+    frame: Frame,
+    history: History,
+    url: str,
+    *,
+    order: str = QUEUE_ORDER,
+    size: tuple[int, int | None] = (NARROW_WIDTH, None),
 ) -> RenderableType:
-    """Screen of `quire top` for a frame. order: QUEUE_ORDER or one of ORDERS. size: columns and lines, without which it
-    gets as large as it gets."""
+    """Screen of `quire top` for a frame. order: QUEUE_ORDER or one of ORDERS. size: columns and lines (None: any)."""
     counts = counts_of(frame.kv)
     title = Text.assemble(("Quire ", "bold"), (frame.model, "bold cyan"), f"  {url}  ", (frame.backend, "dim"))
     if frame.is_draining:

@@ -62,7 +62,7 @@ def missing(engine: object, name: str) -> AttributeError:
 
 
 def spelled_out(constructor: F) -> F:
-    """An engine's constructor, with all options in its signature and text for help() and notebooks."""
+    """Add all options to an engine's constructor, for help() and notebooks."""
     signature = inspect.signature(constructor)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     known = {field.name: field.default for field in msgspec.structs.fields(EngineOptions)}

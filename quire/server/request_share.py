@@ -71,7 +71,7 @@ class Turns:
 
 class PromptPart:
     """Sequences of one prompt, from `first_index` on. `AsyncLLM.generate` waits for the turn after its checks, and ends
-    it. lines: places that all lines of batches have in common, for one of them."""
+    it. lines: places that all lines of batches share, for one of them."""
 
     def __init__(self, turns: Turns, first_index: int, num_sequences: int, lines: Turns | None = None) -> None:
         self._turns = turns

@@ -130,11 +130,10 @@ OTHER_MODULES: Mapping[str, str] = {
     "transformers_utils": "LLM.get_tokenizer() has Transformers' methods",
     "v1.metrics": "LLM.stats() has the counters, a server's /metrics all metrics",
 }
-"""Unsupported modules -> alternative."""
 
 
 class _OtherModules:
-    """Last finder of `import`, which explains why a module of vLLM is missing."""
+    """Explains imports of missing modules."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
