@@ -37,7 +37,7 @@ from quire.engine.open_fleet import open_fleet
 from quire.engine.output_stream import StatsListener, all_of, last_only
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
-from quire.engine.public_names import described, missing, user_tokenizer
+from quire.engine.public_names import described, missing, spelled_out, user_tokenizer
 from quire.engine.request_part import RequestPart
 from quire.engine.session import Session
 from quire.engine.shared_client import SharedClient
@@ -73,6 +73,7 @@ class AsyncLLM:
     """Asynchronous engine for one event loop at a time. Keyword arguments are the engine's options
     (`quire.config.options`). The constructor returns while the engine process still starts; `ready` waits for it."""
 
+    @spelled_out
     def __init__(
         self,
         *,
