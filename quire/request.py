@@ -84,7 +84,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def level(self) -> int:
-        """Priority for comparisons between requests; background requests have the worst ones."""
+        """Priority for comparisons between requests; background requests have the worst ones. Lower runs first."""
         return self.priority + (BACKGROUND_LEVEL if self.is_background else 0)
 
 

@@ -42,7 +42,7 @@ BlockKey: TypeAlias = tuple[int, bytes]
 
 
 class HostTransfers(msgspec.Struct, tag="host", array_like=True):
-    """Copies between the pools of device and host, for preempted sequences and cached blocks."""
+    """Copies between the pools of device and host, for preempted sequences and cached blocks. Part of a plan."""
 
     swap_out: list[tuple[int, int]] = []
     """(device block, host block): whole blocks, every page tensor. Destinations are distinct, also in `swap_in`."""

@@ -21,7 +21,7 @@ NO_CANDIDATES = Candidates([], [])
 
 @dataclass(slots=True)
 class Beam:
-    """Live beam. Its tokens and blocks are in its sequence."""
+    """One live continuation of a beam search. Its tokens and blocks are in its sequence."""
 
     sequence: Sequence
     cumulative_logprob: float = 0.0
@@ -34,7 +34,7 @@ class Beam:
 
 
 class Child(NamedTuple):
-    """Live beam of the next step, one token longer."""
+    """Beam chosen for the next step, one token longer than its parent."""
 
     parent: Beam
     token_id: int
@@ -262,7 +262,7 @@ class BeamSearch:
 
 
 class BlockSharing(Protocol):
-    """The part of KVCacheManager that beams use."""
+    """The part of KVCacheManager by which beams fork and free blocks."""
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable: ...
 

@@ -19,8 +19,8 @@ LEAST_MEAN_OF_MANY = 0.5
 
 
 class DraftRecord:
-    """Acceptance of one sequence's drafts. most: largest number of drafts in a step. mean: accepted drafts expected of
-    the first trial."""
+    """Acceptance of one sequence's drafts so far, which limits its next ones. most: largest number of drafts in a step.
+    mean: accepted drafts expected of the first trial."""
 
     __slots__ = ("_most", "_num_left_out", "mean")
 

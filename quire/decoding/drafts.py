@@ -22,7 +22,7 @@ SHARE_OF_ONE = 1 / 16
 
 
 class Drafts(NamedTuple):
-    """Drafts of one sequence in one step."""
+    """Proposed drafts of one sequence in one step: tokens, or their number if the workers know them."""
 
     num_tokens: int
     token_ids: list[int] | None = None
@@ -48,7 +48,7 @@ class Drafter(Protocol):
 
 
 class NoDrafter:
-    """Drafter of an engine without speculation."""
+    """Drafter of an engine without speculation: proposes none."""
 
     max_drafts = 0
     asks_always = False

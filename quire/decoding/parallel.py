@@ -69,7 +69,8 @@ def _resume(sequences: list[Sequence], point: ResumePoint) -> None:
 
 
 def num_shared_tokens(request: Request) -> int:
-    """Number of known tokens that the first live sequence computes for all; all its own if it is alone."""
+    """Number of known tokens that the first live sequence computes for all; all its own if it is alone. Forks begin
+    behind them."""
     if request.beam_search is not None:
         return request.beam_search.num_shared_tokens
     sequences = request.live_sequences

@@ -27,7 +27,8 @@ PENDING_PREFIX = "pending prefix"
 
 
 class Deferral(NamedTuple):
-    """Gate's decision that a waiting request may not start yet (quire/scheduler/gates.py)."""
+    """Gate's decision that a waiting request may not start yet (quire/scheduler/gates.py). Holds its reason and
+    reserved blocks."""
 
     reason: str
     """Name of the reason to wait, the gate's `reason`, for stats and messages."""
@@ -293,7 +294,7 @@ class Request:
         return [sequence.swapped for sequence in self.live_sequences if sequence.swapped is not None]
 
     def stop_waiting(self) -> None:
-        """End the request's deferral, if any, and the load begun for it."""
+        """End the request's deferral, if any, and the load begun for it. At its start or end."""
         deferral, self.deferral = self.deferral, None
         if deferral is not None:
             deferral.cancel()

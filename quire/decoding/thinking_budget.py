@@ -15,7 +15,8 @@ from quire.sampling_params import ThinkingBudget
 
 
 class BudgetConstraint:
-    """Implements Constraint. inner: request's own; None: it has none."""
+    """Constraint of a request with a limit of thinking tokens, around its own constraint. inner: request's own; None:
+    it has none."""
 
     def __init__(self, inner: Constraint | None, budget: ThinkingBudget, vocab_size: int) -> None:
         self._inner = inner

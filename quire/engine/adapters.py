@@ -31,7 +31,7 @@ class KnownAdapters:
         self._last_number = 0
 
     def refuse(self) -> None:
-        """Raise UserError if the engine takes no adapters."""
+        """Raise UserError if the engine takes no adapters. Checked before any use."""
         if not self._config.is_on:
             raise UserError("lora_request needs an engine with enable_lora=True", param="lora_request")
 
@@ -102,7 +102,7 @@ class KnownAdapters:
             return request, self._by_number[request.lora_int_id][1]
 
     def learn(self, name: str, path: str, ref: AdapterRef, base_model_name: str | None) -> None:
-        """Register an adapter that another process has read."""
+        """Register an adapter that another process has read. By API processes."""
         with self._lock:
             request = self._request(name, path, base_model_name)
             self._by_name[name], self._by_number[request.lora_int_id] = request, (request, ref)

@@ -167,7 +167,7 @@ class AsyncLLM:
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Processor that checks and tokenises prompts. Waits for the engine's start."""
+        """Processor that checks and tokenises prompts. Waits for the engine's start. For servers and tools."""
         return self._front_end.input_processor
 
     @property
@@ -256,12 +256,12 @@ class AsyncLLM:
     @property
     def num_waiting(self) -> int:
         """Number of requests outside the background that wait or are being prepared; those that the engine has not
-        reported yet count as waiting."""
+        reported yet count as waiting. For /metrics and admission limits."""
         return self._session.num_waiting
 
     @property
     def num_queued_tokens(self) -> int:
-        """Total prompt tokens of the requests that have no output token yet."""
+        """Total prompt tokens of the requests that have no output token yet. Admission limits compare with it."""
         return self._session.num_queued_tokens
 
     @property
@@ -382,7 +382,8 @@ class AsyncLLM:
         cache_salt: str = "",
         lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
-        """Run a pooling request and return its only output. second: second text of a pair."""
+        """Run a pooling request and return its only output. second: second text of a pair. Base of `embed`, `classify`
+        and `score`."""
         processor = await asyncio.to_thread(lambda: self.pooling)
         adapter = self.adapters.resolve(lora_request)
 
@@ -409,7 +410,7 @@ class AsyncLLM:
         self._session.abort(request_id)
 
     def knows(self, request_ids: Iterable[str]) -> bool:
-        """True if a request of one of these ids runs or waits."""
+        """True if a request of one of these ids runs or waits. An admin's abort asks it."""
         return self._session.knows(request_ids)
 
     # Control.
@@ -443,7 +444,7 @@ class AsyncLLM:
 
     async def kv_snapshot(self) -> KVSnapshot:
         """Every block and live request at the core's next turn. `request_id` is the engine's key: the caller's id, "#"
-        and a unique number."""
+        and a unique number. For the live view."""
         snapshot = (await self._session.ask("kv_snapshot")).kv
         assert snapshot is not None
         return snapshot
@@ -515,7 +516,8 @@ class AsyncLLM:
         await self._count("stop_replica", self._replica(number))
 
     async def start_replica(self, number: int) -> bool:
-        """Start a stopped replica; returns whether it is up. A failed start is logged and retried every minute."""
+        """Start a stopped replica; returns whether it is up. A failed start is logged and retried every minute. An
+        admin's order."""
         return bool(await self._count("start_replica", self._replica(number)))
 
     def _replica(self, number: int) -> str:

@@ -16,7 +16,8 @@ MAX_BAD_WORD_TOKENS = 8_192
 
 
 class BadWordTokenizer:
-    """Thread-safe. tokenizer: None if the model has none. vocab_size: token ids of the model."""
+    """Encodes `bad_words` as token sequences, for InputProcessor. Thread-safe. tokenizer: None if the model has none.
+    vocab_size: token ids of the model."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer

@@ -17,7 +17,8 @@ torch."""
 
 
 class EngineClient(Protocol):
-    """Connection to one engine core. Any thread may `send`; one thread at a time may `receive`."""
+    """Connection to one engine core. Any thread may `send`; one thread at a time may `receive`. AsyncLLM, `LLM` and
+    fleets use it."""
 
     @property
     def ready(self) -> EngineReady:
@@ -32,7 +33,7 @@ class EngineClient(Protocol):
 
     @property
     def stopped(self) -> int | None:
-        """Rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is."""
+        """Rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is. For health checks."""
         return None
 
     @property

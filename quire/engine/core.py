@@ -185,7 +185,8 @@ class EngineCore:
         return self.scheduler.stats()
 
     def idle(self) -> bool:
-        """Do one piece of deferred work while there is nothing else to do; returns whether there was any."""
+        """Do one piece of deferred work (capture a CUDA graph, prepare grammars) while there is nothing else to do;
+        returns whether there was any."""
         if self.has_work or self._sleep.level:
             return False
         if self._executor.idle():
@@ -194,7 +195,7 @@ class EngineCore:
         return False
 
     def vital_signs(self) -> VitalSigns:
-        """Vital signs of the workers. Any thread may call this."""
+        """Workers' seconds since their last progress, for the heartbeat. Any thread may call this."""
         return self._executor.vital_signs()
 
     def shutdown(self) -> None:
@@ -366,7 +367,8 @@ class EngineCore:
         return stats
 
     def check_when_idle(self) -> None:
-        """Check the scheduler's invariants if no work is left, at most every IDLE_CHECK_SECONDS."""
+        """Check the scheduler's invariants if no work is left, at most every IDLE_CHECK_SECONDS. Called by the loop
+        that drives the core."""
         now = self._clock.now()
         if not self.has_work and now >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS

@@ -24,7 +24,7 @@ class CulpritSearch:
 
     @property
     def is_searching(self) -> bool:
-        """True while suspects are kept from the engine."""
+        """True while requests suspected of ending the engine are kept from its successor."""
         return bool(self._tried)
 
     @property
@@ -63,7 +63,8 @@ class CulpritSearch:
         return known is not None and position - known >= CLEARED_TOKENS and self.note_end(request_id)
 
     def note_end(self, request_id: str) -> bool:
-        """Record that a request has ended or is cleared. Returns whether the engine may have more requests now."""
+        """Record that a request has ended or is cleared. Returns whether the engine may have more requests now. Called
+        by the fleet."""
         for group in self._groups:
             group.pop(request_id, None)
         if self._suspects.pop(request_id, None) is None or self._suspects or not self._tried:

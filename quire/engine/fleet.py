@@ -74,8 +74,8 @@ class OpenCall:
 
 
 class Fleet:
-    """An `EngineClient` over members. With one member, `receive` runs in the caller's thread; with several, each has
-    its own."""
+    """An `EngineClient` over members (engines of one model): chooses one per request, restarts dead ones. With one
+    member, `receive` runs in the caller's thread; with several, each has its own."""
 
     def __init__(
         self,
@@ -129,7 +129,8 @@ class Fleet:
 
     @property
     def silence(self) -> float:
-        """Seconds: the minimum over the engines that are up if hung ones are ended, else the maximum."""
+        """Seconds since engines last made progress: the minimum over the engines that are up if hung ones are ended,
+        else the maximum."""
         silences = [member.silence for member in self.members if member.is_up] or [0.0]
         return min(silences) if self._ends_hung else max(silences)
 
@@ -491,7 +492,7 @@ class Fleet:
 
     def _lose(self, member: Member, reason: str) -> None:
         """Mark a member as lost until an engine of it starts; the others take its requests. Raises EngineDeadError
-        without others."""
+        without others. After failed starts or an admin's stop."""
         with self._lock:
             death = member.death or EngineDeadError(reason)
             member.is_lost, member.num_fruitless, member.search = True, 0, CulpritSearch()

@@ -33,7 +33,8 @@ MODES = ("abort", "wait", "keep")
 
 
 class FrontEnd:
-    """One engine as seen by its callers. tokenizer: None if the model has none or it is switched off."""
+    """One engine as AsyncLLM and `LLM` see it: client, processors of inputs and outputs, helpers. tokenizer: None if
+    the model has none or it is switched off."""
 
     def __init__(
         self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None, options: EngineOptions
@@ -69,7 +70,7 @@ class FrontEnd:
 
     @property
     def is_ready(self) -> bool:
-        """True if `input_processor` returns without waiting."""
+        """True if `input_processor` returns without waiting. Else callers use a thread."""
         return self._input_processor is not None
 
     @property

@@ -36,7 +36,7 @@ def check_responsive(silence: float, stopped: int | None = None) -> None:
 
 class EngineBeats:
     """Source of the engine process's beats. vital_signs: reads the workers' signs; None while the engine starts, when
-    only the end of the process counts."""
+    only the end of the process counts. A beat is a byte sent to the parent."""
 
     def __init__(self) -> None:
         self.progress = Progress()
@@ -65,7 +65,7 @@ def takes_long(message: ClientMessage) -> bool:
 
 
 def patience(method: str) -> float:
-    """Time limit of a call in seconds."""
+    """Seconds for which a caller waits for the answer to a control call; longer for slow methods."""
     return LONG_CALL_SECONDS if method in LONG_CALLS else CALL_SECONDS
 
 

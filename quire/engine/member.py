@@ -64,7 +64,7 @@ class Entry:
         return len(self.ended) == len(self.generated)
 
     def note(self, update: SequenceUpdate) -> None:
-        """Record tokens and ends that an engine reports."""
+        """Record a request's new tokens and ends that its engine reports, for a resume elsewhere."""
         self.generated[update.index] += update.new_token_ids
         if update.prompt_logprobs is not None:
             self.num_prompt_logprobs = update.prompt_logprobs.start + len(update.prompt_logprobs.entries)
@@ -129,7 +129,7 @@ class Member:
         return carry_over(self.stats_before, now)
 
     def deliver(self, *messages: ClientMessage) -> None:
-        """Send messages to the engine. The thread in `receive` handles its death."""
+        """Send messages to the engine. The thread in `receive` handles its death. Messages of the fleet's sessions."""
         assert self.client is not None
         with contextlib.suppress(EngineDeadError):
             self.client.send(*messages)

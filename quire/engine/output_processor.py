@@ -46,7 +46,8 @@ class ProcessedOutputs(msgspec.Struct):
 
 
 class OutputProcessor:
-    """Output state of every unfinished request. tokenizer: None if the model has none; texts are then empty."""
+    """Turns the core's updates into outputs with text; holds the output state of every unfinished request of a front
+    end. tokenizer: None if the model has none; texts are then empty."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -377,7 +378,8 @@ class _SequenceState:
             self._text.append(self._stops.flush())
 
     def rank(self) -> tuple[bool, bool, float]:
-        """Sort key, smaller is better: failed ones first, aborted ones last, others by cumulative log-probability."""
+        """Sort key, smaller is better: failed ones first, aborted ones last, others by cumulative log-probability. For
+        `best_of`."""
         reason = self.finish_reason
         return reason is FinishReason.ABORT, reason is not FinishReason.ERROR, -self._cumulative_logprob
 

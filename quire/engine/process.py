@@ -39,7 +39,7 @@ _IDLE_SECONDS = 1.0
 
 
 class Channel:
-    """Process's two sockets and its wake-up for signals, for the main thread only."""
+    """An engine process's two sockets to its parent and its wake-up for signals, for the main thread only."""
 
     def __init__(self, directory: RuntimeDirectory) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

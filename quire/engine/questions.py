@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 class Exchange:
     """Parent process's half of questions between server processes: forwards questions and answers without keeping
-    state."""
+    state. Such as texts of stored answers."""
 
     def __init__(
         self, services: Mapping[str, Callable[[int, bytes], bytes]], send: Callable[[int, Ask | QuestionAnswer], bool]

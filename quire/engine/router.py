@@ -23,7 +23,8 @@ MAX_BEGINNINGS = 16384
 
 
 class Router(Protocol):
-    """Rule that chooses a replica for each request, numbered from 0; equal histories give equal choices."""
+    """Rule by which a fleet or simulator chooses a replica for each request, numbered from 0; equal histories give
+    equal choices."""
 
     needs_reports: bool
     """True if the choice depends on the reports."""
@@ -56,7 +57,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Replica with the fewest requests; ties go to the next after the last choice."""
+    """Router to the replica with the fewest requests; ties go to the next after the last choice."""
 
     needs_reports = True
 

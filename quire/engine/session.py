@@ -89,7 +89,8 @@ class Outbox:
 
 
 class Session:
-    """Requests and calls of one front end, on one event loop at a time."""
+    """Open requests and calls of one AsyncLLM: sends them to its engine and hands out the outputs, on one event loop at
+    a time."""
 
     def __init__(self, client: EngineClient, outputs: OutputProcessor, texts: FrontEndTexts) -> None:
         """outputs: output processor, used under the lock."""

@@ -31,7 +31,7 @@ class Cache(Protocol):
 
 
 class Requests(Protocol):
-    """Interface to the scheduler's requests and registered prefixes."""
+    """The part of the scheduler (requests, registered prefixes) that Sleep and Pause use."""
 
     @property
     def kv(self) -> Cache: ...
@@ -45,7 +45,7 @@ class Requests(Protocol):
 
 
 class Sleep:
-    """Sleeping and waking of an engine core. level: 0 awake, 1 or 2 asleep."""
+    """Sleeping and waking of an engine core. level: 0 awake, 1 or 2 asleep. The core's control calls use it."""
 
     def __init__(self, executor: Executor, scheduler: Requests, finish_transfers: Callable[[], bool]) -> None:
         """finish_transfers: completes the KV connector's transfers; returns whether nothing is left."""

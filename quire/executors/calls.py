@@ -26,7 +26,8 @@ the failed rank, and are ended."""
 
 
 class PendingCall:
-    """Call that went to every rank. decode: decodes an answer's body. answers: in rank order, None: not yet."""
+    """Call (a plan or method) that went to every rank, until all have answered. decode: decodes an answer's body.
+    answers: in rank order, None: not yet."""
 
     def __init__(self, method: str, decode: Callable[[msgspec.Raw], Any], num_ranks: int) -> None:
         self.method = method
@@ -72,7 +73,7 @@ class Pulse(Protocol):
     """Signs of life of one rank: seconds since the last, and whether its process is stopped."""
 
     def feel(self) -> VitalSigns:
-        """Read the signs since the last call."""
+        """Read the rank's signs since the last call, when the engine asks."""
         ...
 
     def close(self) -> None: ...
@@ -106,7 +107,8 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _arrived(self, seconds: float | None) -> Iterable[tuple[int, bytes | None]]:
-        """Wait for at most `seconds` (None: for ever). Messages since the last call; None for a rank that has ended."""
+        """Wait for at most `seconds` (None: for ever). Returns (rank, message) since the last call; None for a rank
+        that has ended."""
 
     @abstractmethod
     def _explain_exit(self, rank: int) -> str:

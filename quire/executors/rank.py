@@ -77,7 +77,7 @@ class RankEnds(NamedTuple):
     network: NetworkMeeting | None = None
 
     def meeting_of(self, name: str) -> Path | NetworkMeeting:
-        """Meeting point of some of the stage's ranks."""
+        """Meeting point, by name, at which some of the stage's ranks form a group."""
         whole = self.meeting_point
         return whole.with_name(f"{whole.name} {name}") if isinstance(whole, Path) else whole.of(name)
 
@@ -99,7 +99,7 @@ class RankError(msgspec.Struct, array_like=True):
 
 
 class RankAnswer(msgspec.Struct, array_like=True):
-    """Result of a call. body: StepResult, or the method's result."""
+    """Message from a rank to the engine: result of its oldest call. body: StepResult, or the method's result."""
 
     body: msgspec.Raw
     error: RankError | None = None

@@ -53,7 +53,7 @@ class SampledTokens:
 
 
 class RankedExecutor:
-    """Implements `Executor` with `Workers` on one host."""
+    """Executor over several ranks (`Workers`): sends calls to all, makes one result of theirs."""
 
     def __init__(self, workers: Workers, num_stages: int = 1) -> None:
         """num_stages: stages of a pipeline, each an equal run of neighbouring ranks."""
@@ -209,7 +209,7 @@ class TransferReports:
         self._releases: Counter[int] = Counter()
 
     def reduce(self, reports: Sequence[TransferReport | None]) -> TransferReport | None:
-        """reports: one step's, in rank order. Returns None if no rank has one."""
+        """Merge the ranks' reports of one step. reports: in rank order. None if no rank has one."""
         new = [(rank, report) for rank, report in enumerate(reports) if report is not None]
         if not new:
             return None

@@ -31,7 +31,8 @@ class HashChain:
     __slots__ = ("_block_size", "_extra_keys", "hashes")
 
     def __init__(self, block_size: int, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> None:
-        """Chain for one sequence. extra_keys: block index -> further dependencies of its content."""
+        """Chain of a new sequence; block_size in tokens, salt: scope of sharing. extra_keys: block index -> further
+        dependencies of its content."""
         self._block_size = block_size
         self._extra_keys = extra_keys
         root = hashlib.sha256(_ROOT_LABEL + salt.encode()).digest()
@@ -40,7 +41,8 @@ class HashChain:
         """hashes[0] is the root's, hashes[i + 1] block i's."""
 
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Hash the sequence's first `num_blocks` blocks; `token_ids` must have their tokens."""
+        """Hash the sequence's first `num_blocks` blocks; `token_ids` must have their tokens. No effect on blocks hashed
+        before."""
         hashes, size, extra_keys = self.hashes, self._block_size, self._extra_keys
         first = len(hashes) - 1
         if num_blocks <= first:

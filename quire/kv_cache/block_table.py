@@ -4,7 +4,7 @@ from quire.kv_cache.block_hash import HashChain
 
 
 class BlockTable:
-    """Block tables of one sequence, one per group: logical index -> physical block. Owned by the manager."""
+    """Block tables of one sequence, one per group: logical index -> physical block. Only KVCacheManager changes it."""
 
     __slots__ = (
         "capacity",
@@ -35,7 +35,8 @@ class BlockTable:
 
 
 class BlockAllocation:
-    """Changes by `allocate_slots`, for the plan: appended blocks per group, replaced table entries, copies."""
+    """Changes of one sequence's tables by `allocate_slots`, which the plan tells the workers: appended blocks per
+    group, replaced table entries, copies."""
 
     __slots__ = ("copies", "new_blocks", "replaced", "tail_was_shared")
 

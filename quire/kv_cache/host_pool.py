@@ -13,7 +13,7 @@ from quire.kv_cache.prefix_index import PrefixIndex
 
 
 class Footprint(NamedTuple):
-    """Blocks that swapping a request would move."""
+    """Numbers of blocks that swapping a request out would move; a preemption chooses by them."""
 
     num_blocks_out: int
     """Distinct blocks to copy to the host."""
@@ -24,7 +24,8 @@ class Footprint(NamedTuple):
 
 
 class HostPool:
-    """Blocks 1 to `num_blocks`; `NULL_BLOCK` means the same as in device tables.
+    """Host memory's blocks, 1 to `num_blocks`, for preempted sequences and KV connectors; `NULL_BLOCK` means the same
+    as in device tables.
 
     While a sequence is here, its `BlockTable.tables` name host blocks; its other attributes stay.
     """

@@ -65,7 +65,7 @@ class KVCacheLayout:
 
     @property
     def token_groups(self) -> tuple[KVGroup, ...]:
-        """Groups that keep something of each token; the others keep states."""
+        """Groups that keep something of each token; the others keep states. Attention back ends use them."""
         return tuple(group for group in self.groups if group.spec.token_bytes)
 
     @property
@@ -74,7 +74,7 @@ class KVCacheLayout:
 
     @property
     def sequence_block(self) -> int:
-        """Least number of tokens of a sequence that share a block, those on other ranks included."""
+        """Least number of tokens of a sequence that share a block, those on other ranks included. Reported to users."""
         return min((self.entry_tokens(group) for group in self.token_groups), default=self.block_size)
 
     def entry_tokens(self, group: KVGroup) -> int:

@@ -94,7 +94,7 @@ class KVCacheManager:
         self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int] = ()
     ) -> tuple[int, int]:
         """(allocatable blocks left after `allocate_prefix` with this hit, blocks that the hit owns and that no later
-        step releases)."""
+        step releases). For admission."""
         free, held = self.pool.num_allocatable, 0
         if chain is not None and num_tokens:
             for size, table in zip(self._sizes, self._hit_tables(chain, num_tokens, token_ids), strict=True):
@@ -105,14 +105,16 @@ class KVCacheManager:
         return free, held
 
     def hit_blocks(self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int]) -> set[int]:
-        """Device blocks that a hit of `num_tokens` (see `allocate_prefix`) would own."""
+        """Device blocks that a hit of `num_tokens` (see `allocate_prefix`) would own. A preemption's plan counts them
+        as kept."""
         if chain is None or not num_tokens:
             return set()
         tables = self._hit_tables(chain, num_tokens, token_ids)
         return {block for table in tables for block in table if block != NULL_BLOCK}
 
     def num_freed_by(self, sequences: Iterable[BlockTable], kept: set[int]) -> int:
-        """Number of blocks, without those in `kept`, that freeing these sequences leaves without owners."""
+        """Number of blocks, without those in `kept`, that freeing these sequences leaves without owners. For planning
+        preemptions."""
         owners: Counter[int] = Counter()
         for blocks in sequences:
             for table in blocks.tables:
@@ -195,7 +197,7 @@ class KVCacheManager:
 
     def rollback(self, blocks: BlockTable, allocation: BlockAllocation) -> None:
         """Undo the last `allocate_slots` of a sequence; of several, the latest first. Blocks that left a sliding window
-        stay released."""
+        stay released. For a plan that preempts a sequence it had scheduled."""
         for (group, index, copy), (source, _) in zip(allocation.replaced, allocation.copies, strict=True):
             # A sibling still owns the source: it was copied because it was shared, and the last owner writes in place.
             self.pool.share(source)
@@ -242,7 +244,7 @@ class KVCacheManager:
 
     def cache_blocks(self, blocks: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make a sequence's full blocks below position `num_computed` findable in the prefix index; their tokens must
-        be known."""
+        be known. Called when a step's result has come."""
         chain = blocks.chain
         num_full = num_computed // self.hash_block_size
         if chain is None or num_full <= blocks.num_committed:
@@ -312,12 +314,14 @@ class KVCacheManager:
 
     @property
     def can_transfer(self) -> bool:
-        """True if the KV connector has work, and its next transfer need not wait for an earlier one."""
+        """True if the KV connector has work, and its next transfer need not wait for an earlier one. The engine core
+        then plans transfers alone."""
         return self.has_transfers and not self.awaits_transfers
 
     @property
     def knows_stored(self) -> bool:
-        """True after the KV connector's scan of the blocks stored before the start."""
+        """True after the KV connector's scan of the blocks stored before the start. The engine core waits for it before
+        the first request."""
         return self.connector.is_ready
 
     @property
@@ -397,7 +401,8 @@ class KVCacheManager:
 
     @property
     def num_registered_empty_slots(self) -> int:
-        """Empty slots of registered blocks, over all groups."""
+        """Token slots that stay empty in registered prefixes' last blocks, over all groups; part of the waste that
+        EngineStats reports."""
         return sum(
             [
                 len(prefix.blocks.tables[group]) * size - prefix.num_tokens

@@ -35,7 +35,8 @@ class _KeyValueSpec:
         return block_size // self.dealt_to * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """[2, block_size, heads, dim], or [block_size, heads, key_dim + value_dim] if these differ."""
+        """[2, block_size, heads, dim], or [block_size, heads, key_dim + value_dim] if these differ. Shape of one
+        layer's part of a block."""
         if self.key_dim == self.value_dim:
             return 2, block_size, self.num_kv_heads, self.key_dim
         return block_size, self.num_kv_heads, self.key_dim + self.value_dim
@@ -94,7 +95,7 @@ class LatentSpec:
         return block_size * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """[block_size, width + index_width]."""
+        """[block_size, width + index_width]: shape of one layer's part of a block."""
         return block_size, self.width + self.index_width
 
 
@@ -114,7 +115,7 @@ class StateSpec:
         return self.num_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """[bytes], because a page holds arrays of several dtypes."""
+        """[bytes], because a page holds arrays of several dtypes. One page holds one sequence's state in one layer."""
         return (self.num_bytes,)
 
 
@@ -144,7 +145,7 @@ def layer_specs(config: ModelConfig, num_ranks: int = 1, dealt_to: int = 1) -> l
 
 
 def head_specs(config: ModelConfig) -> list[LayerSpec]:
-    """Specs of a model's draft head: its first layer makes drafts."""
+    """KV-cache specs of a model's draft head (only its first layer makes drafts), for `quire plan`."""
     return _specs(config, config.shape.draft_layers[:1], 1)
 
 

@@ -15,7 +15,8 @@ NAMES = ("running_adapters", "waiting_adapters")
 
 
 class Load(NamedTuple):
-    """Statistics that take constant time, with EngineStats' fields, for callers that read them after every step."""
+    """The few statistics (requests, blocks) that take constant time, with EngineStats' fields, for callers that read
+    them after every step."""
 
     num_running: int
     num_waiting: int
@@ -24,7 +25,8 @@ class Load(NamedTuple):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Snapshot of the counters and gauges. Fields that end in `_total` only grow; the others are the present state."""
+    """Snapshot of the counters and gauges. Fields that end in `_total` only grow; the others are the present state.
+    Taken by `Scheduler.stats` for /metrics, live view and logs."""
 
     block_size: int = 0
     """Tokens for which a block has slots."""

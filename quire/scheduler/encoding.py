@@ -20,7 +20,7 @@ ENCODING = "encoding image"
 
 
 class Wanted:
-    """Image, and the live requests that need it and have not computed its tokens yet."""
+    """Image to encode, and the live requests that need it and have not computed its tokens yet; kept until encoded."""
 
     def __init__(self, image: PromptImage) -> None:
         self.key, self.grid, self.num_tokens = image.key, image.grid, image.num_tokens
@@ -38,7 +38,7 @@ class Wanted:
 
 class ImageEncodings:
     def __init__(self, costs: EncoderCosts | None) -> None:
-        """costs: None for models without images."""
+        """costs: sizes of the image tower's work; None for models without images."""
         self._costs, self.are_any = costs, costs is not None
         self._kept: OrderedDict[bytes, Wanted] = OrderedDict()
         """Encoded images after all plans made so far, the least recently read first."""
@@ -122,7 +122,7 @@ class ImageEncodings:
         self._current = None
 
     def report_stats(self, stats: EngineStats) -> None:
-        """Fill in what the workers keep and have encoded."""
+        """Fill in the numbers of images that workers keep and have encoded."""
         if self._costs is not None:
             stats.max_encoder_tokens = self._costs.cache_tokens
             stats.num_encoder_tokens = sum(kept.num_tokens for kept in self._kept.values())

@@ -28,7 +28,7 @@ MAX_LOADS = 3
 
 
 class GateStage(enum.IntEnum):
-    """Stages at which the scheduler asks a gate."""
+    """Points of a request's admission (before its quote, with it, at the start) at which gates are asked."""
 
     LOOK_UP = 0
     """Whenever a request is considered, also before preemptions for it: the check changes nothing."""
@@ -39,7 +39,8 @@ class GateStage(enum.IntEnum):
 
 
 class Gate(Protocol):
-    """One reason why a waiting request may not start yet."""
+    """One reason why a waiting request may not start yet (its grammar, adapter, images, stored blocks); Admitter asks
+    all gates."""
 
     reason: str
     stage: GateStage
@@ -92,7 +93,8 @@ def is_deferred(request: Request, now: float) -> bool:
 
 
 class Reservations:
-    """Request slots and blocks of the requests deferred in one pass of `Scheduler.schedule`."""
+    """Request slots and blocks of the requests deferred in one pass of `Scheduler.schedule`. Later requests may not
+    take them."""
 
     def __init__(self) -> None:
         self.num_requests = 0

@@ -104,7 +104,7 @@ class Matching:
             self.late.append(sequence)
 
     def take_answered(self) -> list[Asked]:
-        """Questions answered since the last call, in their order."""
+        """Matchers' questions about new tokens that were answered since the last call, in their order."""
         if self.late:
             late, self.late = self.late, []
             for sequence in late:
@@ -155,7 +155,7 @@ def first_matchers(request: Request) -> list[Matcher]:
 
 
 def matcher_of(sequence: Sequence) -> Matcher:
-    """Sequence's matcher, made for its first mask."""
+    """Sequence's matcher, made for its first mask. A grammar's state after its tokens."""
     request = sequence.request
     if sequence.matcher is None:
         assert request.first_matcher is not None, "only samples under a constraint have masks"

@@ -40,7 +40,7 @@ class PlanChanges:
 
 
 class PlanBuilder:
-    """Fills one plan during one pass of `Scheduler.schedule`."""
+    """Fills one plan during one pass of `Scheduler.schedule`. The running set, Admitter and gates add to it."""
 
     def __init__(self, step_id: int, budget: int) -> None:
         self.start_positions: list[int] = []
@@ -192,7 +192,8 @@ class PlanBuilder:
         self.forked.append((parent, children))
 
     def undo(self, request: Request, kv: KVCacheManager) -> None:
-        """Undo this pass's work on a request's sequences, so that their block tables match the earlier plans."""
+        """Undo this pass's work on a request's sequences, so that their block tables match the earlier plans. For a
+        request that is preempted after it was scheduled."""
         for sequence, allocation in self.rollback(request):
             assert sequence.blocks is not None
             kv.rollback(sequence.blocks, allocation)

@@ -35,7 +35,8 @@ class RunningSet:
         return len(dict.fromkeys(last))
 
     def enter(self, request: Request, sequences: list[Sequence]) -> None:
-        """Run `sequences` of a request; the others fork from the first of them at the end of the prompt."""
+        """Run `sequences` of a request; the others fork from the first of them at the end of the prompt. As it starts
+        or resumes."""
         self.version += 1
         request.status = RequestStatus.RUNNING
         request.pending_forks = [s for s in request.live_sequences if s not in sequences]
@@ -68,7 +69,7 @@ class RunningSet:
         request.pending_forks = []
 
     def leave(self, request: Request) -> None:
-        """Remove a request's sequences and reservations."""
+        """Remove a preempted or ended request's sequences and reserved slots."""
         self.version += 1
         self.sequences[:] = [sequence for sequence in self.sequences if sequence.request is not request]
         self.drop_reservations(request)

@@ -407,7 +407,7 @@ class Scheduler:
         return Load(len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, preemptions)
 
     def snapshot(self, now: float) -> KVSnapshot:
-        """Every block and every live request. O(blocks + table entries)."""
+        """State of every block and every live request, for the live view. O(blocks + table entries)."""
         running = dict.fromkeys(s.request for s in self._running.sequences)
         return take_snapshot(self.kv, running, self._waiting, now)
 

@@ -29,7 +29,7 @@ class SequenceView(msgspec.Struct):
 
 
 class RequestView(msgspec.Struct):
-    """One live request, or a registered prefix."""
+    """One live request, or a registered prefix, in a KVSnapshot for the live view."""
 
     request_id: str
     status: str

@@ -109,10 +109,10 @@ class HostDrafts:
         self.finder, self._overwrite = oracle, oracle.overwrite
 
     def forget(self, row: int) -> None:
-        """Reset a row for another sequence."""
+        """Reset a row's drafts as another sequence takes it."""
 
     def copy(self, source: int, destination: int) -> None:
-        """Reset a row that starts as a copy of another."""
+        """Reset the drafts of a row that starts as a copy of another (a fork)."""
 
     def _found(self, row: int, length: int, wanted: int) -> list[int]:
         tokens: list[int] = self._drafts[row, : self._counts[row]].tolist()
@@ -145,7 +145,7 @@ class HostDrafts:
         return found
 
     def tokens_of(self, rows: np.ndarray) -> list[list[int]]:
-        """Drafts of rows from the last `look_up`, [R, max drafts]."""
+        """Drafts of rows from the last `look_up`, [R, max drafts]. For the step's result."""
         tokens: list[list[int]] = self._drafts[rows].tolist()
         return tokens
 

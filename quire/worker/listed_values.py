@@ -11,7 +11,8 @@ from quire.worker.input_batch import InputBatch
 
 
 class ListedValues:
-    """Listed values by row: [C, tokens] int64 up to the last listed token, in all C columns."""
+    """Step-column values given per token instead of by a rule (image positions), by row: [C, tokens] int64 up to the
+    last listed token, in all C columns."""
 
     def __init__(self, num_rows: int) -> None:
         self._of_rows: dict[int, np.ndarray] = {}

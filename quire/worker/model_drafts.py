@@ -34,7 +34,7 @@ FRESH = 2**62
 
 
 def layers_of(layout: KVCacheLayout, layers: range) -> KVCacheLayout:
-    """Pool's layout for a model with some of its layers, numbered from 0."""
+    """Pool's layout seen by a model that owns only some of its layers (main or draft model), numbered from 0."""
     groups = tuple(
         replace(group, layers=tuple(each - layers.start if each in layers else FOREIGN_LAYER for each in group.layers))
         for group in layout.groups

@@ -179,7 +179,7 @@ class OffloadConnector(KVConnector):
         return load
 
     def bring(self, key: BlockKey, block: int) -> None:
-        """Order the copy of a block that `find` knows to a device block."""
+        """Order the copy of a block that `find` knows to a device block. For `allocated`."""
         source = self.find(key)
         assert source is not None, "a hit was found and is gone"
         self._host.share(source)
@@ -209,7 +209,7 @@ class OffloadConnector(KVConnector):
         return fetch
 
     def drop(self, fetch: Fetch) -> None:
-        """End a fetch. Blocks still being loaded stay cached."""
+        """End a fetch, as its request starts, ends or loses its host blocks. Blocks still being loaded stay cached."""
         if fetch not in self._fetches:
             return
         del self._fetches[fetch]
@@ -329,7 +329,8 @@ class OffloadConnector(KVConnector):
             self._host.forget(block)
 
     def reset(self) -> None:
-        """Drop the host's content and the index of files, which only a restart finds again."""
+        """Drop the host's content and the index of files, which only a restart finds again. Called when the prefix
+        cache is reset."""
         self._was_reset = True
         self._backlog.clear()
         self._storing_keys.clear()
@@ -397,7 +398,8 @@ class DiskIndex:
         return key[1] in self._hashes[key[0]]
 
     def insert(self, keys: Iterable[BlockKey]) -> None:
-        """Add blocks. Keys of KV groups that the engine lacks (a foreign file) are ignored."""
+        """Add blocks that the workers report as stored or found at the start. Keys of KV groups that the engine lacks
+        (a foreign file) are ignored."""
         for group, block_hash in keys:
             if group < len(self._hashes):
                 self._hashes[group].add(block_hash)

@@ -75,20 +75,20 @@ def _model_identity(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
 
 
 def native_code(isa: str, matmul_precision: str, binary: Path) -> dict[str, str]:
-    """Identity of the native kernels: instruction set, precision and build."""
+    """Part of a block file's namespace for the native kernels: instruction set, precision and build."""
     build = hashlib.sha256(binary.read_bytes()).hexdigest()
     return {"isa": isa, "products": matmul_precision, "build": build}
 
 
 def torch_code(num_threads: int) -> dict[str, str]:
-    """Identity of plain operators, whose sums may depend on torch's version, the processor and the number of
-    threads."""
+    """Part of a block file's namespace for plain operators, whose sums may depend on torch's version, the processor and
+    the number of threads."""
     capability = torch.backends.cpu.get_cpu_capability()
     return {"torch": torch.__version__, "isa": capability, "threads": str(num_threads)}
 
 
 def device_code(device: str, capability: tuple[int, int], triton: str) -> dict[str, str]:
-    """Identity of a device's kernels and libraries. device: its name. triton: version."""
+    """Part of a block file's namespace for a device's kernels and libraries. device: its name. triton: version."""
     return {"device": device, "capability": str(capability), "torch": torch.__version__, "triton": triton}
 
 
@@ -111,7 +111,7 @@ def _weights(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
 
 
 def _cache_scales(model: ModelConfig, load: LoadConfig) -> dict[str, list[float]]:
-    """Scales of an fp8 cache, too small for sampled hashing to notice."""
+    """Scales of an fp8 cache, too small for sampled hashing to notice. Part of the identity."""
     if model.kv_cache_dtype != "fp8" or load.load_format == "dummy":
         return {}
     files = find_weights(model.path, load.load_format)

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 
 class CpuPlatform:
-    """Platform of a CPU: work has run when a call returns."""
+    """Platform of a worker on a CPU: work has run when a call returns."""
 
     def __init__(
         self,

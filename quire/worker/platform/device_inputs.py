@@ -23,7 +23,8 @@ def add_columns(batch: InputBatch, upload: Upload, values: ColumnValues) -> list
 
 
 class DeviceInputs:
-    """Static buffers at full capacity, whose addresses CUDA graphs rely on. A step uses their beginnings."""
+    """Static buffers for a step's model inputs at full capacity, whose addresses CUDA graphs rely on. A step uses their
+    beginnings."""
 
     def __init__(
         self,
@@ -55,7 +56,8 @@ class DeviceInputs:
     def prepare(
         self, batch: InputBatch, on_device: StepColumns, num_seqs: int, num_tokens: int
     ) -> tuple[DeviceBatch, TokenColumns]:
-        """Enqueue the kernel; returns the batch and the model's token columns. num_seqs, num_tokens: with padding."""
+        """Enqueue the kernel that fills the buffers for a step; returns the batch and the model's token columns.
+        num_seqs, num_tokens: with padding."""
         buffers = self._buffers
         prepare_inputs(
             self._arena.words,

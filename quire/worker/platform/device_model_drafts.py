@@ -76,7 +76,7 @@ class DraftPasses(NamedTuple):
 
 
 class MadeDrafts(DeviceDrafts):
-    """Makes drafts by passes on a device. Constrained sequences have none."""
+    """Base of drafters that run a head's or model's passes on a device. Constrained sequences have none."""
 
     writes_blocks = True
 

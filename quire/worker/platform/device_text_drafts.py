@@ -47,8 +47,8 @@ class HostTexts:
     [num_rows], changed with a row's sequence. are_followed: [num_rows], rows looked up."""
 
     def __init__(self, num_rows: int, width: int, finder: Finder, num_unknown: int, *, follows_all: bool) -> None:
-        """width: most tokens of a row. num_unknown: steps whose tokens are unknown when one is launched. follows_all:
-        False for rows with a prediction alone."""
+        """finder: looks drafts up. width: most tokens of a row. num_unknown: steps whose tokens are unknown when one is
+        launched. follows_all: False for rows with a prediction alone."""
         self.finder = finder
         self.num_unknown = num_unknown
         self.unread: deque[SampledTexts | None] = deque()
@@ -228,5 +228,6 @@ class DeviceTextDrafts(DeviceDrafts):
 
 
 def path_length(max_drafts: int, queue_depth: int) -> int:
-    """Tokens of a path: drafts behind all tokens of the other steps in flight."""
+    """Number of tokens of a path (likely continuation that a device takes drafts from): drafts behind all tokens of the
+    other steps in flight."""
     return max_drafts + (queue_depth - 1) * (max_drafts + 1)

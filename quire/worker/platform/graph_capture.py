@@ -13,7 +13,7 @@ from quire.utils.garbage import without_collections
 
 
 class Graph(Protocol):
-    """Recorded work on tensors at fixed addresses."""
+    """CUDA graph: recorded work on tensors at fixed addresses, replayed in each step of its size."""
 
     def replay(self) -> None:
         """Enqueue the recorded work on the current stream."""
@@ -34,11 +34,11 @@ class GraphCapture(Protocol):
         ...
 
     def make_room(self) -> None:
-        """Free torch's reserve, which a capture cannot use."""
+        """Free torch's reserve, which a capture cannot use. Called before each capture."""
         ...
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View of a tensor that does not keep its memory alive."""
+        """View of a tensor that does not keep its memory alive. Graphs' results are kept so."""
         ...
 
 
@@ -97,7 +97,8 @@ class CudaGraphCapture:
 
 
 class _Memory:
-    """Device memory of another owner, described by `__cuda_array_interface__` so that torch can wrap it."""
+    """Device memory of another owner, described by `__cuda_array_interface__` so that torch can wrap it. Keeps no
+    reference."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

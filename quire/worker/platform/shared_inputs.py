@@ -21,7 +21,7 @@ exchanges cost more than the rows that a rank is spared."""
 
 
 class SharedInputs:
-    """StepInputs of this rank's part of each step with prompts; of whole other steps."""
+    """StepInputs of this rank's part of each step with prompts; of whole other steps. For ranks that share prompts."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class StateArena:
         rules: np.ndarray = NO_RULES,
         drafts: DraftRoom | None = None,
     ) -> None:
-        """rules: [columns] int32, per step column of the model. drafts: None means no drafts."""
+        """rules: [columns] int32, each step column's Rule. drafts: None means no drafts."""
         max_drafts, draft_rules, has_texts = drafts or DraftRoom()
         # A head reads the token behind each one.
         token_width = _aligned(max_model_len + 1 + (max_drafts > 0))
