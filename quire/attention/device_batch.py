@@ -1,5 +1,5 @@
-"""Attention batch of a step on a device. Sizes are on the host, so grids need no device query; the rest is in tensors
-at addresses that CUDA graphs rely on."""
+"""Attention batch of a step on a device. Sizes are on the host, so grids need no device query; tensors have addresses
+that CUDA graphs rely on."""
 
 from __future__ import annotations
 
@@ -94,7 +94,6 @@ class DeviceStates(Protocol):
 
 
 StepStates: TypeAlias = StateStep | DeviceStates
-"""States of a step, as layer operations take them."""
 
 
 class TokenColumns(NamedTuple):

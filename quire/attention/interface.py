@@ -1,5 +1,5 @@
-"""Interface between worker and attention back ends. The worker builds one AttentionBatch per step; `plan` turns it into
-an AttentionStep for all layers."""
+"""Interface between worker and attention back ends. The worker builds an AttentionBatch per step; `plan` makes it an
+AttentionStep for all layers."""
 
 from __future__ import annotations
 

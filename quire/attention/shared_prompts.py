@@ -1,7 +1,7 @@
 """Attention of ranks that share the tokens of prompts: each computes some rows of a step, and all keep every key.
 
-A rank prepares its rows' queries, keys and values and writes these to its cache. The others' keys and values come over
-the memory that the ranks share and are written too, before the rank attends with its rows.
+A rank writes its rows' keys and values to its cache, then the others', which come over shared memory, before it attends
+with its rows.
 """
 
 from __future__ import annotations

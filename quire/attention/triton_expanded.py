@@ -1,5 +1,5 @@
 """Expanded prompts over latents on a device: keys and values of a few heads go to scratch pages, over which the prompt
-kernel runs. See quire/attention/expanded.py."""
+kernel runs."""
 
 from __future__ import annotations
 

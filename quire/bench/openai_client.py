@@ -18,7 +18,7 @@ from quire.utils.sse import EventParser
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_REASON = 160
-"""Longest kept reason of an error, in characters."""
+"""Characters kept of an error's reason."""
 
 
 class _Delta(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it."""
+"""ModelConfig of a model's name: find or fetch directory or GGUF file, read and check the configuration."""
 
 from __future__ import annotations
 

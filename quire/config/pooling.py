@@ -1,5 +1,5 @@
-"""Pooling of a text's hidden states: one vector, or the logits of its labels. The settings come from
-sentence-transformers' files, for classifiers from config.json."""
+"""Pooling of a text's hidden states to a vector or its labels' logits. Settings come from sentence-transformers' files,
+for classifiers from config.json."""
 
 from __future__ import annotations
 

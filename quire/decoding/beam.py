@@ -1,6 +1,6 @@
 """Beam search: k best continuations of a prompt (paper §4.4, figure 9), in the scheduler's update. Each step ranks all
-continuations: those that end among the first k become hypotheses, and the k best of the others go on. Scores
-(cumulative log-probability / length ** length_penalty) and results equal those of Transformers."""
+continuations: of the first, ended ones become hypotheses, and the k best others go on. Scores (cumulative
+log-probability / length ** length_penalty) and results equal those of Transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Beam:
     candidates: Candidates | None = None
     """Candidates for the next token, once the worker has sent them."""
     is_stuck: bool = False
-    """True if the request's constraint allows no next token: the beam gets no candidates."""
+    """True if its constraint allows no next token: no candidates come."""
 
 
 class Child(NamedTuple):
@@ -69,7 +69,6 @@ class BeamSearch:
         """Finished continuations, at most `width`, ranked by score."""
         self.is_done = False
         self.failure: str | None = None
-        """Reason for ending the search without a result."""
         self.request = request
         self._max_tokens = request.max_tokens
         self._length_penalty = params.length_penalty

@@ -1,6 +1,6 @@
 """Number of drafts that a sequence computes in a step, from the acceptance of its drafts so far.
 
-Only counts decide, no clock: every rank and every run of the same requests plans the same steps.
+Only counts decide, no clock, so every rank and run plans the same steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Masks: the tokens that a constrained request may have next. A `MaskSource` gives the engine core a `Constraint` for
-each request, and that a `Matcher` for each sequence. Matchers run in another process: `advance` sends tokens, the
-answer comes later (`Matcher.is_ready`). A request waits for its first answers at a gate (`ConstraintGate`); a running
-sequence without an answer stays out of steps."""
+"""Masks: the tokens that a constrained request may have next. A `MaskSource` makes a `Constraint` per request, which
+makes a `Matcher` per sequence. Matchers run in another process: `advance` sends tokens, the answer comes later
+(`Matcher.is_ready`). A request waits for its first answers at `ConstraintGate`; a running sequence without one stays
+out of steps."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ class Deferral(NamedTuple):
     is_pending: Callable[[], bool]
     """True until the awaited event has come. Constant time: the scheduler asks in every pass."""
     deadline: float = math.inf
-    """Time on the engine's clock at which the request stops waiting for the event."""
+    """Time, on the engine's clock, at which the wait ends."""
     cancel: Callable[[], object] = lambda: None
-    """Ends the work that the gate began for the request. Called once, at the end of the deferral."""
+    """Ends the work that the gate began; called once, at the deferral's end."""
     reserves_slots: bool = True
     """True to reserve the request's slots meanwhile; False for an event outside the engine."""
 
@@ -109,13 +109,11 @@ class Sequence:
         self.report_times_until = self.max_total_tokens if reports_all else request.num_prompt_tokens + 1
         """Updates report times up to this number of tokens."""
         self.fast_path_until = 0
-        """Number of computed tokens below which every step computes the token that the step before sampled, and needs
-        no decision."""
+        """Number of computed tokens below which each step computes the last step's sample, without a decision."""
         self.blocks: BlockTable | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
         self.swapped: BlockTable | None = None
-        """Handle of the KV blocks while they are in the host pool: their `num_computed_tokens` need not be recomputed.
-        """
+        """KV blocks in the host pool: their `num_computed_tokens` need not be recomputed."""
         self.chain: HashChain | None = None
         """Hashes of the known full blocks; kept through a preemption."""
         self.num_unsent_tokens = 0
@@ -124,10 +122,9 @@ class Sequence:
         """One of `token_ids` that a plan in flight is still to sample."""
         self.finish_reason: FinishReason | None = None
         self.matcher: Matcher | None = None
-        """Follows the known tokens under the request's constraint, from its first mask to its end."""
+        """Follows the known tokens under the request's constraint, from the first mask on."""
         self.awaits_matcher = False
-        """True while the matcher has not said whether the last token ends the sequence, and what it forces next; the
-        token is not reported."""
+        """True while the matcher has not judged the last token, which is then not reported."""
         self.goes_ahead = False
         """True if a step may compute the last token before the matcher's answer, and be sampled after it."""
 
@@ -257,13 +254,11 @@ class Request:
         self.bypass_prefix_cache = request.params.prompt_logprobs is not None
         self.sequences: list[Sequence] = []
         self.pending_forks: list[Sequence] = []
-        """Live sequences with a reserved request slot: siblings that wait for the shared tokens, and beam slots without
-        a beam."""
+        """Sequences with a reserved slot: siblings that wait for shared tokens, and beam slots without a beam."""
         self.fork_position: int | None = None
-        """Tokens after which siblings fork from the first sequence; None: none waits for that."""
+        """Tokens after which siblings fork from the first sequence; None: none waits."""
         self.beam_search: BeamSearch | None = None
         self.deferral: Deferral | None = None
-        """Set while a gate keeps the request from starting."""
 
     def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
         """Keys that separate its blocks in the prefix cache from those of the same tokens, in HashChain's format. A

@@ -1,4 +1,4 @@
-"""LoRA adapters that a front end knows: by number in the offline calls (as in vLLM), by name in a server."""
+"""LoRA adapters that a front end knows: by number offline (as in vLLM), by name in a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from quire.errors import ModelLoadError, UserError, nearest_name
 from quire.lora_request import LoRARequest
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""One adapter for all prompts of a call, or one per prompt."""
 
 
 class KnownAdapters:

@@ -63,7 +63,7 @@ from quire.tokenization.user_tokenizer import UserTokenizer
 from quire.utils.heartbeat import HUNG_ENGINE_TIMEOUT
 
 POLL_SECONDS = 0.01
-"""Seconds between two checks of a caller that waits for requests to end."""
+"""Seconds between checks while a caller waits for requests to end."""
 
 T = TypeVar("T")
 

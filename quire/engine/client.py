@@ -12,8 +12,7 @@ from quire.utils.failures import explain
 logger = get_logger(__name__)
 
 DEFAULT_EXECUTOR = "quire.executors.choice:make_executor"
-"""`"module:attribute"` of a callable from EngineConfig to Executor. A name, so that only the core's process imports
-torch."""
+"""`"module:attribute"` of a callable from EngineConfig to Executor: only the core's process imports torch."""
 
 
 class EngineClient(Protocol):

@@ -1,7 +1,6 @@
 """Responsiveness of an engine: its silence, and the time limits of calls.
 
-At every beat (quire/utils/heartbeat.py) the engine process sends the time since all ranks of its model last made
-progress.
+At every beat (quire/utils/heartbeat.py) the engine process sends the time since all its ranks last made progress.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class EngineBeats:
 
 
 CALL_SECONDS = 20.0
-"""Time limit in seconds of a call, which waits for the current step."""
+"""Seconds allowed for a call, which waits for the current step."""
 LONG_CALL_SECONDS = 1800.0
-"""Time limit in seconds of LONG_CALLS, which move weights, load them or compute a prefix."""
+"""Seconds allowed for LONG_CALLS, which move or load weights, or compute a prefix."""
 LONG_CALLS = frozenset({"sleep", "wake_up", "register_prefix", "stop_replica", "start_replica"})
 
 T = TypeVar("T")

@@ -1,5 +1,4 @@
-"""Conversion of a caller's prompt and parameters into an EngineRequest, with all checks that everything downstream
-relies on."""
+"""Conversion of prompt and parameters into an EngineRequest, with the checks that everything downstream relies on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Transfer of long prompts between processes in pieces. The engine decodes one per turn, so that running requests do
-not wait."""
+"""Transfer of long prompts between processes in pieces. The engine decodes one per turn; running requests do not
+wait."""
 
 from __future__ import annotations
 

@@ -91,13 +91,13 @@ class Member:
         self.start = start
         self.client: EngineClient | None = None
         self.ready: EngineReady | None = None
-        """Facts of its first engine; later ones have the same number of blocks."""
+        """Facts of its first engine; later ones have as many blocks."""
         self.is_up = False
         """True if `client` accepts messages."""
         self.is_lost = False
-        """True if its engines failed too often; its requests have moved to the other members."""
+        """True if its engines failed too often; its requests have moved."""
         self.is_wanted = True
-        """True if the member should have an engine; else its thread ends the engine."""
+        """False: its thread ends the engine."""
         self.death: EngineDeadError | None = None
         """Last death; None again once the next engine is ready."""
         self.search = CulpritSearch()

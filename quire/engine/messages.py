@@ -151,13 +151,13 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
     enough to print."""
 
     message: str
-    """Full text, for the log and for callers in the front end's process."""
+    """Full text, for log and callers."""
     is_user_error: bool = False
     error_type: str = "EngineDeadError"
     """Class in quire.errors that the front end raises."""
     param: str | None = None
     summary: str | None = None
-    """Text for clients of a server, without paths and stack frames; None: the message."""
+    """Text for a server's clients, without paths and frames; None: the message."""
     error_id: str = ""
     """Identifies the failure in the log; empty if it was not logged."""
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from quire.multimodal.videos import AnyVideoProcessor
 
 MAX_FETCHES = 8
-"""Pictures fetched from URLs at the same time."""
 OBJECT_BYTES = 2**20
 """Size in bytes that a picture object counts for in the queue."""
 _HELPER = "quire.multimodal.preparing:prepare_file"
@@ -54,7 +53,7 @@ class Pictures:
         self._helpers = front_end.helpers
         self._threads = threads
         self._video_thread = FairThreads(1, "quire-video", long_size=math.inf)
-        """A video of a few bytes may take a minute, in which texts and images do not wait for it."""
+        """Videos' own: one of few bytes may take a minute."""
         self._fetching = ThreadPoolExecutor(MAX_FETCHES, "quire-fetch")
         self.kept = ReadyImages(front_end.config.media.cache_bytes)
         self.names: Names = ThreadedNames(front_end.named_pictures)

@@ -1,5 +1,4 @@
-"""Pooling requests: texts to EngineRequests, and the model's vectors to callers' results, with truncation,
-normalisation and activation."""
+"""Pooling requests: texts to EngineRequests, and vectors to callers' results."""
 
 from __future__ import annotations
 

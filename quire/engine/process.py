@@ -1,5 +1,4 @@
-"""Engine process: reads messages, drives the core, sends outputs and sleeps when idle. ProcessClient starts it and
-writes a LaunchSpec to its stdin."""
+"""Engine process, started by ProcessClient: reads messages, drives the core, sends outputs, sleeps when idle."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Routers choose a replica per request from the replicas' reports and their own choices since. The fleet reports before
-each request (quire/engine/fleet.py), the simulator at a fixed interval."""
+each request, the simulator at fixed intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.errors import UserError, nearest_name
 from quire.request import EngineRequest
 
 SLACK = 1.25
-"""Factor of the mean load up to which a replica takes requests of prefixes that it was sent before."""
+"""Factor of the mean load up to which a replica takes requests of prefixes that it has."""
 SLACK_REQUESTS = 4
 """Requests added to that bound."""
 PREFIX_TOKENS = 256

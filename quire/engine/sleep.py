@@ -1,6 +1,6 @@
 """Sleep and pause of an engine. Sleep frees memory: level 1 keeps the weights (in host memory, for a device), level 2
-drops them; both drop the KV cache. A pause starts nothing new and keeps the engine's state. Scope `new` holds requests
-that have not started; `all` also suspends running ones, which keep their blocks."""
+drops them; both drop the KV cache. A pause keeps the engine's state: scope `new` holds unstarted requests; `all` also
+suspends running ones, which keep their blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS = {"1": 1, "2": 2}
 PARTS = ("weights", "kv_cache")
 """Parts of an engine that sleep, in their order of waking."""
 SCOPES = ("new", "all")
-"""Scopes of a pause: requests that have not started, or all."""
+"""Scopes of a pause."""
 
 
 def part_of(tags: Collection[str] | None) -> str:

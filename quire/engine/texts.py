@@ -33,7 +33,6 @@ class FrontEndTexts:
     def __init__(self, front_end: FrontEnd, clock: Clock | None = None) -> None:
         """clock: measures the waiting time of conversations."""
         self.helpers = front_end.helpers
-        """Helper processes; None if the model has no tokenizer."""
         self._front_end = front_end
         self._clock = clock or SystemClock()
         self._text_threads = FairThreads(MAX_LONG_TEXTS, "quire-text", long_size=LONG_WORK)

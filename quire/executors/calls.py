@@ -1,5 +1,4 @@
-"""Calls to ranks over any transport. Calls go out in order, and answers come back. A rank that ends, for any reason,
-ends the others."""
+"""Calls to ranks over any transport. Calls go out in order. A rank that ends, for any reason, ends the others."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from quire.executors.wire import decode, encode
 from quire.step import SamplingInputs, StepPlan, StepResult
 
 GRACE_SECONDS = 2.0
-"""Seconds after a rank's error for the other ranks to answer or to be found ended. After it they count as waiting for
-the failed rank, and are ended."""
+"""Seconds after a rank's error for the others to answer; then they count as waiting for the failed rank, and are
+ended."""
 
 
 class PendingCall:
@@ -88,8 +87,7 @@ class RankCalls(ABC):
         self._decode_result = msgspec.msgpack.Decoder(StepResult).decode
         self._sending = threading.Lock()
         self._lock = threading.Lock()
-        """Guards the three attributes below. Never held while a message is sent: a rank that cannot send does not read
-        either."""
+        """Guards the three attributes below; never held while sending, as a rank that cannot send does not read."""
         self._pending: deque[PendingCall] = deque()
         self._death: EngineDeadError | None = None
         self._is_closed = False

@@ -1,6 +1,6 @@
 """One rank in a process of a launcher such as torchrun: each process runs the whole engine on the same inputs. Engines
-decide on shared values alone: the first rank's clock, the least memory and the highest measured costs. Each look at the
-clock compares the plans."""
+decide on shared values alone: the first rank's clock, the least memory, the highest costs. Each look at the clock
+compares the plans."""
 
 from __future__ import annotations
 

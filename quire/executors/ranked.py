@@ -1,4 +1,4 @@
-"""Executor of a model on several ranks: each call goes to all of them, and their answers become one."""
+"""Executor of a model on several ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SampledTokens:
         """Guards the results, which come on another thread than plans."""
         self._known: list[tuple[int, int]] = []
         self._awaited: dict[int, list[int | None]] = {}
-        """Step -> the sequences that it samples; None: the sequence needs no token any more."""
+        """Step -> sequences that it samples; None: it needs no token any more."""
 
     def bring(self, plan: StepPlan) -> StepPlan:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Actor of one rank: runs an executor of its own, in a process that Ray starts on one of its nodes."""
+"""Actor of one rank: an executor in a process that Ray starts on a node."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Chained content hashes of full blocks: equal hashes mean equal tokens from position 0 on, in the same tenant. h(-1) =
 SHA-256(root label, salt); h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32, extra keys of block i,
-each after its length as little-endian uint32). Extra keys are other dependencies of the content, such as the image at a
-placeholder. Values are equal in every process."""
+each after its length as little-endian uint32). Extra keys: other dependencies of the content, such as a placeholder's
+image."""
 
 from __future__ import annotations
 

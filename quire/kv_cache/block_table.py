@@ -25,13 +25,13 @@ class BlockTable:
         self.first_held = [0] * len(tables)
         """First entry of each group's table that may differ from `NULL_BLOCK`."""
         self.is_background = False
-        """True if its sequence is of a background request: others do not wait for its blocks."""
+        """True for a background request: others do not wait for its blocks."""
         self.num_committed = 0
         """Leading hash blocks offered to the prefix index."""
         self.pending_hash: bytes | None = None
         """Hash of the next block to offer, if its tokens are known."""
         self.tail_shared = False
-        """True if the last, partly filled block may have other owners: copy it before writing (paper §4.4)."""
+        """True if the last, partial block may have other owners: copy it before writing (paper §4.4)."""
 
 
 class BlockAllocation:

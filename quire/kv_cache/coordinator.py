@@ -1,6 +1,6 @@
 """Agreement of a model's KV groups on prefix hits and block counts. Content is hashed at the greatest common divisor of
-the groups' block sizes, the *hash block*. A group whose blocks are s hash blocks long names its block i by the hash of
-hash block (i + 1) * s - 1. A hit ends where every group has a full block."""
+the groups' block sizes, the *hash block*. A group with blocks of s hash blocks names block i by the hash of hash block
+(i + 1) * s - 1. A hit ends where every group has a full block."""
 
 from __future__ import annotations
 

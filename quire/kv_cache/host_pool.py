@@ -1,5 +1,4 @@
-"""Second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
-its sequences, each block once."""
+"""Bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rules of layer groups: needed blocks, and prefix hits. A state's block i holds the state after the last of its
-computed tokens, and is a snapshot once full; a state is a window of two tokens."""
+"""Rules of layer groups: needed blocks, and prefix hits. A state's block i holds the state after its last computed
+token, a snapshot once full; a state is a window of two tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of pipeline stages: all have the same groups and block ids; a block has pages for the stage's layers only."""
+"""Layouts of pipeline stages: the same groups and block ids, pages for the stage's layers only."""
 
 from __future__ import annotations
 

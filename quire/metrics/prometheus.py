@@ -1,6 +1,6 @@
 """Engine's metrics for Prometheus, one registry per server (names: quire/metrics/families.py).
 
-A scrape reads counters and gauges from the engine's last snapshot; requests and outputs feed the histograms.
+Counters and gauges come from the engine's last snapshot; requests and outputs feed histograms.
 """
 
 from __future__ import annotations

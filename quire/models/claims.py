@@ -1,5 +1,4 @@
-"""Checks of the model size claimed by config.json against files and memory, before anything of that size is
-allocated."""
+"""Checks of config.json's claimed model size against files and memory, before anything is allocated."""
 
 from __future__ import annotations
 

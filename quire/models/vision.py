@@ -1,6 +1,6 @@
 """Vision towers of Qwen2.5-VL, Qwen3-VL, Qwen 3.5 and Gemma 3: from patches to token features. A tower runs layer by
-layer, so other work can run in between; deep-stack features are taken after some layers. They run in torch, in Triton
-or, recorded, in native kernels (`models/native_vision.py`)."""
+layer, so other work can come between; deep-stack features are taken after some layers. Towers run in torch, Triton or
+native kernels."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ MOST_DECODED = 2**34
 VIDEO_SECONDS = 60.0
 """Processor time for one file in a helper, in seconds."""
 DECODER_BYTES = 2**30
-"""Memory of a helper for FFmpeg beside the resized frames: a decoder keeps up to 16 frames and more."""
+"""Helper's memory for FFmpeg beside resized frames: a decoder keeps 16 frames and more."""
 COPIES = 6
 """Copies of all resized frames while a helper answers: frames, parts, and a growing message."""
 _VP8_SHOWN = 0x10
 """Bit of a VP8 frame's first byte; frames without it are references of others alone."""
 METADATA = ("fps", "frames_indices", "total_num_frames", "duration", "do_sample_frames", "video_backend")
-"""Keys beside frames, as in vLLM; the last and `duration` have no effect, `total_num_frames` for Qwen2.5-VL alone."""
+"""Keys beside frames, as in vLLM; the last and `duration` have no effect, `total_num_frames` only for Qwen2.5-VL."""
 _FILE, _JOINT_FILE, _VIDEOS = "video_preprocessor_config.json", "processor_config.json", "video_processor"
 _IMAGE_FILE = "preprocessor_config.json"
 

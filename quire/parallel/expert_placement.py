@@ -1,4 +1,4 @@
-"""Distribution of whole experts over ranks: arithmetic that every rank does alike, without tensors.
+"""Distribution of whole experts over ranks: arithmetic, alike on every rank.
 
 An expert may be on several ranks (its copies), at most once on each.
 """

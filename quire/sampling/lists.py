@@ -1,7 +1,6 @@
-"""Lists of tokens for each row: logit bias, stop tokens, banned sequences, allowed tokens, in one array of 32-bit words
-for every platform's kernels. A header has `HEADER_WORDS` words per row: start and number of entries for each kind.
-Entries: bias (token, bits of the float32), stop and allowed tokens (token), banned sequences (last token, length and
-start of the prefix)."""
+"""Lists of tokens for each row: logit bias, stop tokens, banned sequences, allowed tokens, in one array of 32-bit
+words. A header has `HEADER_WORDS` words per row: start and number of entries by kind. Entries: bias (token, bits of the
+float32), stop and allowed tokens (token), banned sequences (last token, length and start of the prefix)."""
 
 from __future__ import annotations
 

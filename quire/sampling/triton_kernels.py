@@ -1,5 +1,5 @@
-"""Triton kernels of a device: passes are enqueued on the current stream, without waiting. Greedy rows take two
-launches and read the logits once.
+"""Triton kernels of a device: passes are enqueued without waiting. Greedy rows take two launches and read the logits
+once.
 """
 
 from __future__ import annotations

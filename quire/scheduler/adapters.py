@@ -20,7 +20,7 @@ from quire.scheduler.running import RunningSet
 
 LOADING = "loading adapter"
 PATIENCE = 1.0
-"""Seconds that a request waits for requests of other adapters before the least used of these drains."""
+"""Seconds that a request waits for other adapters before the least used drains."""
 
 
 class AdapterSlots:

@@ -33,7 +33,7 @@ class Quote(NamedTuple):
     max_cached_tokens: int
     """Longest hit that the request could use."""
     num_new_tokens: int
-    """Tokens that its first sequence computes; 0 when resumed, because its blocks are copied first."""
+    """Tokens that its first sequence computes; 0 when resumed."""
     num_blocks: int
     """Blocks that the start takes from the pool, for all known tokens and one more per sequence."""
     num_slots: int

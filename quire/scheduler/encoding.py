@@ -1,7 +1,7 @@
 """Scheduler's view of images: encoded ones, and the layers that each plan encodes.
 
-An image is encoded in slices of the tower's layers. A sequence stops before an unencoded image; a request that would
-begin with one waits in the queue (ImageGate). The workers keep features until a plan drops them.
+A sequence stops before an unencoded image; a request that would begin with one waits (ImageGate). Workers keep features
+until a plan drops them.
 """
 
 from __future__ import annotations

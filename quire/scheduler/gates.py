@@ -1,9 +1,9 @@
 """Gates: the reasons why a waiting request may not start yet. A gate lets a request pass or defers it
 (`Request.deferral`). The scheduler asks the gates of `default_gates` in order, in three stages (`GateStage`). A
-deferred request keeps its place: later requests may start before it but take neither its blocks nor its part of the
-step's budget (`Reservations`), and its request slots only if it waits for something outside the engine. Running
-requests are not preempted for it, and no later request starts while a preempted one is deferred. An abort, a time
-limit, a start and the deferral's deadline end it."""
+deferred request keeps its place: later requests may start before it but take neither its blocks nor its tokens of the
+step (`Reservations`), and its slots only if it waits for something outside the engine. Running requests are not
+preempted for it, and no later request starts while a preempted one is deferred. An abort, a time limit, a start and the
+deferral's deadline end it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ MIN_SHARED_BLOCKS = 2
 """Fewest blocks worth a wait."""
 
 LOAD_SECONDS = 10.0
-"""Longest wait for an asynchronous load in seconds. A slower one counts as failed; its blocks are freed when it
-ends."""
+"""Longest wait for an asynchronous load in seconds. A slower one counts as failed."""
 MAX_LOADS = 3
 
 
@@ -101,8 +100,8 @@ class Reservations:
         self.num_slots = 0
         self.num_blocks = 0
         self.has_preempted = False
-        """True if one of the requests was preempted, unless it is in the background and waits for something outside
-        the engine: then no later request starts."""
+        """True if one was preempted, unless in the background and waiting for something outside the engine: no later
+        request starts."""
 
     def __bool__(self) -> bool:
         return self.num_requests > 0

@@ -22,8 +22,8 @@ class InFlight(msgspec.Struct, frozen=True):
     sequences: list[Sequence]
     """Aligned with the plan's columns of the batch."""
     filled: list[tuple[Sequence, BlockTable, int]]
-    """Sequences that may reach the end of a block, with their blocks at planning time and their computed tokens after
-    the plan (an upper bound with drafts in flight)."""
+    """Sequences that may fill a block, with their blocks at planning time and computed tokens after the plan (an upper
+    bound with drafts in flight)."""
     samples: list[Sequence]
     """Aligned with the plan's `sample_seq_ids`."""
     forked: list[tuple[Sequence, list[Sequence]]]

@@ -1,7 +1,7 @@
 """Matchers without an answer: of requests that start, and of sequences with a new token.
 
-A matcher runs outside the engine core (quire/decoding/masks.py); until it answers for a sequence's last token, the
-scheduler neither reports that token nor plans the next one.
+Until a matcher (quire/decoding/masks.py) answers for a sequence's last token, the scheduler neither reports it nor
+plans the next.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Routes that control the engine or report its configuration. A setting enables each group; only admins may call them
-(quire/server/auth.py)."""
+"""Admins' routes that control the engine or report its configuration. A setting enables each group."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Parent of several API processes: it listens, owns the engine, and hands each connection to the process with the
-fewest (docs/decisions/0048-api-processes.md)."""
+"""Parent of several API processes: it owns the engine, and hands each connection to the process with the fewest
+(docs/decisions/0048-api-processes.md)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MALFORMED = "malformed_batch_line"
 """Error code for a line that is not a request."""
 DUPLICATE = "duplicate_custom_id"
 NO_JSON = "answer_is_not_json"
-"""Error code for a line whose answer, such as raw bytes, does not fit into a result."""
+"""Error code for a line whose answer (raw bytes) fits no result."""
 LARGE_BYTES = 2**20
 """Length from which a line is read on another thread than the loop's."""
 _HEADERS = {"Content-Type": "application/json"}

@@ -23,7 +23,7 @@ CHUNK_FRAMING_BYTES = 16
 """Framing bytes per chunk of a body that do not count as head."""
 MAX_NUM_PIPELINED = 16
 MAX_PIPELINED_BYTES = 64 * 1024
-"""Limits of pipelined requests kept during an answer; beyond them the connection ends after it."""
+"""Limit of pipelined requests kept during an answer; beyond it the connection then ends."""
 MAX_DISCARDED_BYTES = 64 * 2**20
 """Bytes dropped of a request answered early."""
 MIN_READ_BYTES = 64 * 1024
@@ -31,7 +31,7 @@ MIN_READ_BYTES = 64 * 1024
 LINGER_SECONDS = 2.0
 """Time for a refused client to read the error, in seconds."""
 MAX_NUM_SURPLUS = 256
-"""Connections beyond the limit that get an error response; others are closed without one."""
+"""Connections beyond the limit that get an error response before closing."""
 
 
 class Phase(enum.IntEnum):

@@ -86,7 +86,7 @@ class RateLimit:
 
 
 CHARGE: ContextVar[Charge | None] = ContextVar("charge", default=None)
-"""Charge that the running task's part belongs to; None if the task answers a whole request."""
+"""Charge of the running task's part; None for a whole request."""
 
 
 class Charge:

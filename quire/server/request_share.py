@@ -1,6 +1,5 @@
-"""Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others. A
-request of many prompts or completions runs in parts, each an engine request that joins the queue at its turn, with the
-seed of its place."""
+"""Fairness between requests: an HTTP request of many prompts or completions runs in parts that take turns, each an
+engine request with the seed of its place."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""OpenTelemetry traces (`--otlp-traces-endpoint`, extra `otel`): a span for each engine request, with vLLM's attribute
-names; `traceparent` names its parent."""
+"""OpenTelemetry traces (`--otlp-traces-endpoint`, extra `otel`): a span per engine request, with vLLM's attributes;
+`traceparent` names its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads: multipart/form-data written to disk as it arrives. One piece is in memory at a time."""
+"""Uploads: multipart/form-data written to disk piece by piece."""
 
 from __future__ import annotations
 

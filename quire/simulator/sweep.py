@@ -26,7 +26,7 @@ GROWTH = 1.05
 MAX_POINTS = 14
 MAX_STAGES = 8
 SAMPLE, CONTEXT = 100, 512
-"""Requests, and tokens of context, for an estimate of a single request's time."""
+"""Requests and tokens of context to estimate a single request's time."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

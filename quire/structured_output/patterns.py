@@ -1,6 +1,5 @@
 """ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax. `parse` reads an
-expression and `written` rewrites it, because characters differ in Rust. `PatternMatcher` finds an expression in a name;
-`Languages` lists the names that it matches."""
+expression, `written` rewrites it; `PatternMatcher` finds it in a name; `Languages` lists matching names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Intersections of schemas, joined into one for rules in Lark's syntax, which have none. `Joiner` replaces `allOf`,
-`anyOf`, `oneOf` or `$ref` beside other keywords, around `$digits` or references, by one schema."""
+"""Intersections of schemas, which Lark's syntax lacks. `Joiner` makes `allOf`, `anyOf`, `oneOf` or `$ref` beside other
+keywords, around `$digits` or references, one schema."""
 
 from __future__ import annotations
 

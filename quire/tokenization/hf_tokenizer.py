@@ -1,5 +1,5 @@
 """Tokenizer of a Hugging Face directory, as Transformers builds it: from tokenizer.json, or vocab.json with merges.txt,
-by the class that the files name (`tokenizer_names`), with all files' special tokens."""
+by the class that the files name."""
 
 from __future__ import annotations
 

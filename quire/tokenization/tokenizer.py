@@ -102,7 +102,7 @@ class Tokenizer:
         """True if its files have regular expressions of unknown cost."""
         self._texts: dict[int, str] = {}
         self.encode_elsewhere: Callable[[str, bool], list[int]] | None = None
-        """Function that encodes texts longer than `inline_characters` in another process. Servers set both."""
+        """Function that encodes texts longer than `inline_characters` in another process; servers set both."""
         self.inline_characters = 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

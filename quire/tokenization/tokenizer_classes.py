@@ -1,7 +1,6 @@
 """Tokenizer classes that Transformers builds itself, whatever pipeline tokenizer.json describes.
 
-`tokenizer_class` of tokenizer_config.json, or the model's type, names a class. Most use tokenizer.json unchanged
-(FROM_FILE), the others only its vocabulary and merges. Other classes are refused.
+Most use tokenizer.json unchanged (FROM_FILE), the others only its vocabulary and merges. Other classes are refused.
 """
 
 from __future__ import annotations

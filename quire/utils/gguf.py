@@ -1,6 +1,5 @@
-"""GGUF reader: header, metadata and table of tensors, every number checked before use. Numbers are little-endian.
-Imports neither torch nor numpy. Files may be hostile: every fault is a ModelLoadError, nothing is read outside the
-file, and the limits below bound the work."""
+"""GGUF reader: header, metadata and table of tensors, without torch or numpy. Files may be hostile: every fault is a
+ModelLoadError, nothing is read outside the file, and the limits below bound the work."""
 
 from __future__ import annotations
 

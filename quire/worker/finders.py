@@ -1,8 +1,8 @@
-"""Finders of drafts in texts on a CPU: the sequence's own text, earlier outputs for its client, and the request's
-prediction. `method: ngram` copies what follows the latest earlier occurrence of the longest run of last tokens.
-`method: suffix`: the latest `MOST_PLACES` places of the own text, and of the others, where at least the last two tokens
-occur, vote; a token's probability is the product of the shares up to it, and the path with the highest sum wins. A
-prediction comes first, by its place with the longest match."""
+"""Finders of drafts on a CPU: in the sequence's text, earlier outputs for its client, and the request's prediction.
+`method: ngram` copies what follows the latest earlier occurrence of the longest run of last tokens. `method: suffix`:
+the latest `MOST_PLACES` places of the own text, and of the others, where at least the last two tokens occur, vote; a
+token's probability is the product of the shares up to it, and the path with the highest sum wins. A prediction comes
+first, by its place with the longest match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts that replay a recorded run, for benchmarks: how many are accepted is chosen, and no token changes."""
+"""Drafts that replay a recorded run, for benchmarks with a chosen acceptance."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Facts about a family of models that its config.json does not hold, as data, and the step from a config.json to a
-shape. Tested against Transformers' models (tests/simulator/test_shape.py)."""
+"""Facts about a family of models that config.json does not hold, and the step from config.json to a shape. Tested
+against Transformers' models (tests/simulator/test_shape.py)."""
 
 from __future__ import annotations
 

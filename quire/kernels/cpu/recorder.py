@@ -1,6 +1,6 @@
 """Recording of a model's kernels, so that a step is one native call. Layers pass on placeholders; each kernel adds a
-call and returns its result's placeholder. `finish_program` places them in one arena and makes a native program for any
-number of rows."""
+call and returns its result's. `finish_program` places them in an arena and makes a native program for any number of
+rows."""
 
 from __future__ import annotations
 

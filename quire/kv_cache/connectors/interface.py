@@ -1,6 +1,6 @@
 """Scheduler's half of a KV connector: it knows the cached blocks outside the device, orders their transfers, and
 processes the worker's reports (docs/decisions/0028-kv-connector.md). `lookup` extends a prefix hit; TransferBlocks
-allocates device blocks for it; `allocated` names them to the connector, whose next `orders` carry the load."""
+allocates its device blocks; `allocated` names them; the next `orders` carry the load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Lookup(NamedTuple):
     staged: Sequence[BlockKey] = ()
     """Blocks that are only fetched nearer, without device blocks, for the next lookup."""
     is_asynchronous: bool = False
-    """True if blocks arrive with a later report, False if they are there for the next plan."""
+    """True if blocks arrive with a later report, False: with the next plan."""
     is_worthwhile: bool = True
     """True if loading takes less time than computing."""
 

@@ -17,7 +17,7 @@ from quire.step import BlockKey, StoreReport, StoreTransfers
 STORING_SHARE = 4
 """At most one host block in STORING_SHARE is being stored to disk."""
 LOADING_SHARE = 2
-"""At most one host block in LOADING_SHARE is being loaded from disk or held for a deferred request."""
+"""At most one host block in LOADING_SHARE is loading or held for a deferred request."""
 
 RETRY = 16
 MAX_BACKLOG = 2**16
@@ -79,7 +79,7 @@ class OffloadConnector(KVConnector):
         self._loading: dict[int, BlockKey] = {}
         self._loading_to: dict[BlockKey, int] = {}
         self._void: set[BlockKey] = set()
-        """Content removed from the cache while it was being stored or loaded."""
+        """Content removed from the cache during its transfer."""
         self._fetches: dict[Fetch, None] = {}
         self._waiters: dict[int, list[Fetch]] = {}
         """Host block that is being loaded -> fetches that wait for it."""

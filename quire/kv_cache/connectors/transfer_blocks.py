@@ -1,6 +1,6 @@
 """Device blocks owned by transfers of the KV connector, and the extension of prefix hits by stored blocks. A load owns
-its block until it ends. A loaded block enters the prefix index and is kept for the scheduler's next pass, in which its
-request starts with a plain hit. Blocks of a finished sequence are owned until the connector has sent them."""
+its block until it ends. A loaded block enters the prefix index and is kept for the next pass, in which its request
+starts with a plain hit."""
 
 from __future__ import annotations
 

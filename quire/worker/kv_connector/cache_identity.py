@@ -1,6 +1,5 @@
 """Hash of everything besides its tokens that determines a stored KV block; engines with equal hashes share blocks. It
-covers the model's configuration and weights, quantisation, dtypes, the computing code, and the layout, but not paths or
-names."""
+covers configuration, weights, quantisation, dtypes, computing code and layout, not paths or names."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ WHOLE_FILE_BYTES = 64 * 2**20
 """Size up to which files are hashed whole ..."""
 SAMPLE_STRIDE = 2**16
 SAMPLE_BYTES = 512
-"""... and number of bytes sampled per stride of larger files, so that any changed tensor of at least SAMPLE_STRIDE
-bytes is noticed."""
+"""... and bytes sampled per stride of larger files: a changed tensor of at least SAMPLE_STRIDE bytes is noticed."""
 
 _NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids", "sampling_defaults", "shape", "draft_layers"}
 _NOT_CONTENT_HF = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quire.step import HostTransfers, StepPlan, TransferReport
 
 PATIENCE = 0.02
-"""Maximum seconds that a plan without tokens waits for transfers; it delays the next plan's new requests."""
+"""Maximum seconds that a plan without tokens waits for transfers."""
 
 
 class WorkerConnector:

@@ -1,5 +1,4 @@
-"""Worker's half of OffloadConnector: loads from disk start with a plan, stores after its copies; its result reports
-ended transfers."""
+"""Worker's half of OffloadConnector: loads start with a plan, stores after its copies."""
 
 from __future__ import annotations
 

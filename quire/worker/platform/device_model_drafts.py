@@ -136,7 +136,7 @@ class DeviceModelDrafts(MadeDrafts):
         super().__init__(arena, config, queue_depth, passes, num_rows, has_states=has_states)
         self._most_behind = 0 if passes.is_windowed else MOST_BEHIND
         self._behind = np.zeros(num_rows, np.int64)
-        """Maximum number of tokens before a row's next step that the draft model has not computed."""
+        """Maximum tokens before a row's next step that the draft model lacks."""
         self._copied: list[tuple[int, int]] = []
         """Rows copied for the coming step: source and destination."""
 

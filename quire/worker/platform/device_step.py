@@ -1,4 +1,4 @@
-"""Plans on a device: staged writes update the request state, kernels read it, and nothing here waits for the device."""
+"""Plans on a device: staged writes update the request state, and nothing waits for the device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Drafts from texts on the host for a device's rows (quire/worker/finders.py has the methods).
 
-The host looks up before it knows the tokens of steps in flight. So it proposes a *path* behind the tokens that it
-knows, and the device takes the drafts from the path's part behind its own tokens. Where these have left the path, its
-drafts are rejected like other wrong ones.
+The host looks up before it knows the tokens of steps in flight, so it proposes a *path* behind its known tokens; the
+device takes drafts from the path's part behind its own tokens.
 """
 
 from __future__ import annotations
@@ -139,8 +138,8 @@ class DeviceTextDrafts(DeviceDrafts):
         self._paths = np.zeros((num_rows, path_length(max_drafts, queue_depth)), np.int32)
         self._lengths = np.zeros(num_rows, np.int64)
         self._num_ahead = np.zeros(num_rows, np.int64)
-        """Tokens of each row's path, and least number of tokens that the device has beyond those that the host knows;
-        valid for the step's rows."""
+        """Tokens of each row's path, and least tokens that the device has beyond the host's; valid for the step's
+        rows."""
         self._is_looked_up = False
         """True if the coming step's paths are there."""
 

@@ -16,8 +16,7 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, StepInputs, prepare_inputs
 
 LEAST_TOKENS = 16
-"""Tokens of prompts per rank from which on a step is dealt. Below, products read weights for nearly the same time, and
-exchanges cost more than the rows that a rank is spared."""
+"""Prompt tokens per rank from which a step is dealt. Below, exchanges cost more than the spared rows."""
 
 
 class SharedInputs:
@@ -40,7 +39,7 @@ class SharedInputs:
         self._keys = KeyExchange(backends.attention, self._rows, runtime)
         self._group = group
         self._read: list[np.ndarray] | None = None
-        """Places of each rank's tokens among those read in the last step; None: each rank has all."""
+        """Places of each rank's tokens among the last step's read ones; None: each rank has all."""
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
         owner = None if batch.is_decode else owners(batch.counts, self._group.size)

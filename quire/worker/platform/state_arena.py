@@ -1,5 +1,4 @@
-"""Device memory for rows: all tables with a row per live sequence, in one allocation, so that a kernel can write all of
-a step's changes."""
+"""Device memory for all tables with a row per live sequence, in one allocation: one kernel writes a step's changes."""
 
 from __future__ import annotations
 
