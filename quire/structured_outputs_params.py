@@ -46,7 +46,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     @property
     def size(self) -> int:
-        """Characters of the constraint; for an object, about one for each character."""
+        """Characters of the constraint; for an object, about one per character."""
         value = next(getattr(self, name) for name in CONSTRAINTS if getattr(self, name) not in (None, False))
         size, pieces = 0, [value]
         while pieces:

@@ -33,7 +33,7 @@ class Chunk:
     tiles: torch.Tensor
     """[I] int64: query tile of each item."""
     key_rows: torch.Tensor
-    """[I, 1, KEY_TILE] int64: page row of each key; one of block 0 beyond the sequence, so that no query reads stale
+    """[I, 1, KEY_TILE] int64: page row of each key; one of block 0 beyond the sequence, so no query reads stale
     keys."""
     edges: torch.Tensor
     """[E] int64: items with keys that some of their queries do not see."""

@@ -48,7 +48,7 @@ class AttentionShape:
     compressed. index_heads, index_dim, index_top: indexer's heads, elements of its key per token, and tokens that it
     chooses (0: no indexer). conv_channels, conv_inputs: channels of a "state" layer's short convolution, and inputs
     kept of each, beside a matrix key_dim x value_dim for each of num_kv_heads value heads. spare_inputs: further
-    inputs, so that this number of drafts can be taken back."""
+    inputs, so this number of drafts can be taken back."""
 
     kind: Kind
     num_heads: int
@@ -280,7 +280,7 @@ class ModelShape:
         )
 
     def with_spare_inputs(self, count: int) -> ModelShape:
-        """Shape whose states keep `count` more convolution inputs, so that `count` tokens can be taken back."""
+        """Shape whose states keep `count` more convolution inputs, so `count` tokens can be taken back."""
 
         def spared(layer: LayerShape) -> LayerShape:
             kept = layer.attention

@@ -36,7 +36,7 @@ class DraftRecord:
 
     @property
     def limit(self) -> int:
-        """Largest number of drafts of a trial, at least 1."""
+        """Maximum drafts of a trial, at least 1."""
         return 1 + int(1.5 * self.mean) if self.mean >= LEAST_MEAN else 1
 
     def wants_trial(self, num_sequences: int = 1) -> bool:

@@ -36,7 +36,7 @@ class Drafter(Protocol):
     """Source of drafts for sequences about to compute their last token. Beams have none."""
 
     max_drafts: int
-    """Largest number of drafts of a sequence in one step; 0: `propose` is never called."""
+    """Maximum drafts of a sequence in one step; 0: `propose` is never called."""
     asks_always: bool
     """False: `propose` is not called for a sequence without `num_found_drafts`, which takes the fast path."""
 

@@ -232,7 +232,7 @@ class Request:
         self.first_matcher: Matcher | None = None
         """State of the constraint before the first generated token; None: no constraint."""
         self.max_pending_tokens = 0 if self.params.use_beam_search else math.inf if constraint is None else 1
-        """Largest number of unknown sampled tokens of a sequence when its next one is planned."""
+        """Maximum unknown sampled tokens of a sequence when its next one is planned."""
         self.client = request.client
         self.each_step = request.each_step
         self.order_time = arrival_time if order_time is None else order_time

@@ -191,7 +191,7 @@ class AsyncLLM:
 
     @property
     def max_num_seqs(self) -> int:
-        """Maximum number of sequences that run at once."""
+        """Maximum sequences that run at once."""
         return self._front_end.config.scheduler.max_num_seqs
 
     @property

@@ -63,7 +63,7 @@ class FrontEnd:
         return None if self._chat_template is None else self._chat_template.helpers
 
     def encode_long_texts_elsewhere(self) -> None:
-        """Tokenise long texts in a helper process, so that they do not block an event loop."""
+        """Tokenise long texts in a helper process, so they do not block an event loop."""
         if self.tokenizer is not None and self.tokenizer.encode_elsewhere is None and self.helpers is not None:
             self.tokenizer.encode_elsewhere = self.helpers.encode
             self.tokenizer.inline_characters = LONG_TEXT_CHARACTERS

@@ -83,7 +83,7 @@ MEDIA_KEYS = (*IMAGE_KEYS, "mm_processor_kwargs")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
 PREFIX_REFUSAL = "a registered prefix is text; pictures of prompts are found in the prefix cache by their content"
 PREDICTION_TAIL = 16
-"""Prompt tokens kept before a prediction, so that its beginning is found."""
+"""Prompt tokens kept before a prediction, so its beginning is found."""
 
 
 class RenderedChat(NamedTuple):

@@ -19,7 +19,7 @@ SLACK_REQUESTS = 4
 PREFIX_TOKENS = 256
 """Number of first tokens that identify a shared prefix."""
 MAX_BEGINNINGS = 16384
-"""Maximum number of longer beginnings that a router remembers."""
+"""Maximum longer beginnings that a router remembers."""
 
 
 class Router(Protocol):

@@ -18,7 +18,7 @@ from quire.utils.fair_threads import FairThreads
 INLINE_CHARACTERS = 20_000
 """Length from which a text is tokenised on another thread."""
 MAX_LONG_TEXTS = 2
-"""Long texts and conversations that a front end tokenises at the same time."""
+"""Long texts and conversations that a front end tokenises at once."""
 LONG_WORK = 2 * 2**20
 """Characters or bytes above which a text never takes the last thread."""
 SHORT_CONVERSATION_BYTES = 64 * 2**10

@@ -120,7 +120,7 @@ class RankedExecutor:
         return [layer for first in found[:: len(found) // self._num_stages] for layer in first]
 
     def idle(self) -> bool:
-        """Return False: no rank has deferred work. Raises EngineDeadError if a rank has ended, so that an idle engine
+        """Return False: no rank has deferred work. Raises EngineDeadError if a rank has ended, so an idle engine
         notices it."""
         self._workers.check()
         return False

@@ -78,5 +78,5 @@ class RayRank:
         return self._progress.byte()
 
     def live(self) -> None:
-        """Block until the actor ends, so that the engine notices its end."""
+        """Block until the actor ends, so the engine notices its end."""
         threading.Event().wait()

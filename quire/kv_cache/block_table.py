@@ -46,4 +46,4 @@ class BlockAllocation:
         self.replaced: list[tuple[int, int, int]] = []
         """(group, logical index, new block)."""
         self.copies: list[tuple[int, int]] = []
-        """(source, destination), one for each entry of `replaced`."""
+        """(source, destination), one per entry of `replaced`."""

@@ -413,8 +413,8 @@ class KVCacheManager:
 
     @property
     def num_used_slots(self) -> int:
-        """Number of token slots of used blocks: one for each token that a block has room for; a block of states has
-        one, always full."""
+        """Number of token slots of used blocks: one per token that a block has room for; a block of states has one,
+        always full."""
         return sum(map(mul, self.pool.num_used_of, self._slots_of_block))
 
     def num_always_shared(self, chain: HashChain, token_ids: Sequence[int]) -> int:

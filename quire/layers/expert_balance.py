@@ -1,4 +1,4 @@
-"""Experts that change their ranks between steps, so that ranks compute equally many rows.
+"""Experts that change their ranks between steps, so ranks compute equally many rows.
 
 Experts are exchanged a few before each step. An expert's result does not depend on its rank.
 """

@@ -29,7 +29,7 @@ USUAL_FPS = 24.0
 """Frames a second of a list of frames without metadata, as in Transformers."""
 MOST_SECONDS = 3600
 MOST_DECODED = 2**34
-"""Largest number of pixels of all frames of a file."""
+"""Maximum pixels of all frames of a file."""
 VIDEO_SECONDS = 60.0
 """Processor time for one file in a helper, in seconds."""
 DECODER_BYTES = 2**30

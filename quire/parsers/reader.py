@@ -15,7 +15,7 @@ Steps = Generator[None, None, T]
 Sink = Callable[[str], None]
 
 MAX_PEEK = 256
-"""Maximum number of characters that `sees_in_turn` examines."""
+"""Maximum characters that `sees_in_turn` examines."""
 _SPACE = re.compile(r"\s*")
 
 

@@ -116,7 +116,7 @@ class SharedLists:
         self._convert = convert
         self._key_of_row: dict[int, int] = {}
         self._entries: dict[int, tuple[object, np.ndarray, set[int]]] = {}
-        """Identity of a list -> (the list, so that its identity stays unique; its words; its rows)."""
+        """Identity of a list -> (the list, so its identity stays unique; its words; its rows)."""
 
     def set(self, row: int, source: Collection[Any]) -> bool:
         """Replace the list of `row`; an empty one clears it. Returns True if it changed."""

@@ -35,7 +35,7 @@ class Matching:
         """Sequences whose matchers have answered but did not give the mask in time."""
 
     def begin(self, request: Request) -> None:
-        """Make a new request's matchers: one without tokens, and one for each sequence that brings tokens."""
+        """Make a new request's matchers: one without tokens, and one per sequence that brings tokens."""
         constraint = request.constraint
         if constraint is None:
             return

@@ -192,8 +192,8 @@ class PlanBuilder:
         self.forked.append((parent, children))
 
     def undo(self, request: Request, kv: KVCacheManager) -> None:
-        """Undo this pass's work on a request's sequences, so that their block tables match the earlier plans. For a
-        request that is preempted after it was scheduled."""
+        """Undo this pass's work on a request's sequences, so their block tables match the earlier plans. For a request
+        that is preempted after it was scheduled."""
         for sequence, allocation in self.rollback(request):
             assert sequence.blocks is not None
             kv.rollback(sequence.blocks, allocation)

@@ -14,7 +14,7 @@ from quire.scheduler.queue import Deadlines, RequestQueue
 
 
 class RunningSet:
-    """Sequences with a request slot. sequences: one request's are adjacent. num_reserved: reservations, one for each
+    """Sequences with a request slot. sequences: one request's are adjacent. num_reserved: reservations, one per
     sequence of a running request that will fork later (`Request.pending_forks`). version: grows with every possible
     change of the running requests."""
 

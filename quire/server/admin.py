@@ -25,7 +25,7 @@ from quire.version import __version__
 
 SECRETS = ("api_key", "admin_api_key")
 MAX_ABORTED = 4096
-"""Maximum number of ids in one request."""
+"""Maximum ids in one request."""
 
 
 class Status(msgspec.Struct):

@@ -57,7 +57,7 @@ class ConnectionLimits:
     max_head_bytes: int
     """Total of request line, headers, trailers and chunk extensions of one request."""
     max_num_headers: int
-    """Maximum number of headers and trailers in one request."""
+    """Maximum headers and trailers in one request."""
     clock: Clock
 
     @classmethod

@@ -81,7 +81,7 @@ class FileStore:
     def __init__(
         self, directory: Path, server_name: str, quotas: Quotas, clock: Callable[[], float] = time.time
     ) -> None:
-        """server_name: part of all ids, so that a router in front of several servers knows whose they are. Raises
+        """server_name: part of all ids, so a router in front of several servers knows whose they are. Raises
         ConfigError if the directory cannot be used."""
         self.directory, self.quotas, self.clock = directory, quotas, clock
         self._server_name = re.sub("[^a-z0-9]+", "-", server_name.lower()).strip("-")[:63].strip("-") or "quire"

@@ -326,7 +326,7 @@ def takes_all(node: Node | None) -> bool:
 
 
 def num_words(node: Node) -> int:
-    """Largest number of repetitions of a part with two unbounded repetitions in a row, such as `\\S+\\s+`."""
+    """Maximum repetitions of a part with two unbounded repetitions in a row, such as `\\S+\\s+`."""
     return _counted(node)[1]
 
 

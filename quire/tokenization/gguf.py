@@ -41,7 +41,7 @@ SPECIAL_KEYS = {
 }
 
 _LONGEST_WORD = 100
-"""Maximum number of characters in a word that BERT splits; longer ones are unknown."""
+"""Maximum characters in a word that BERT splits; longer ones are unknown."""
 _SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _TAIL = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"

@@ -51,7 +51,7 @@ START_SECONDS = 60.0
 GRACE_SECONDS = 1.0
 """Time after a rendering helper's own timers before this side kills it, in seconds."""
 JOINED_BYTES = 64 * 2**10
-"""Maximum size of a job sent in one piece, so that the helper wakes once."""
+"""Maximum size of a job sent in one piece, so the helper wakes once."""
 MAX_BYTES_PER_CHARACTER = 4
 REPLY_OVERHEAD_BYTES = 16 * 2**10
 

@@ -44,7 +44,7 @@ class HFTokenizer(NamedTuple):
 
 class Directory(NamedTuple):
     """Model directory. config, model: tokenizer_config.json and config.json. name: given by the user. limit: maximum
-    number of values in a file."""
+    values in a file."""
 
     path: Path
     name: str

@@ -19,7 +19,7 @@ RUNS = (2, 4)
 MOST_PLACES = 4
 PREDICTED_MATCH = 64
 MOST_LENGTHS = 4
-"""Maximum number of run lengths in one index."""
+"""Maximum run lengths in one index."""
 CORPUS_TOKENS = 2**20
 """Maximum tokens of ended outputs per scope; beyond it the older half is dropped."""
 CORPORA_BYTES = 64 * 2**20

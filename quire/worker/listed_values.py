@@ -44,7 +44,7 @@ class ListedValues:
         self._put(destination, self._of_rows.get(source))
 
     def of_batch(self, batch: InputBatch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Tokens of a batch with listed values, [L] int64, and the values, [C, L] int64; None if there are none."""
+        """Tokens of a batch with listed values, [L] int64, and the values, [C, L] int64; None if none."""
         if not self._of_rows:
             return None
         found = np.flatnonzero(batch.starts < self._counts[batch.rows])

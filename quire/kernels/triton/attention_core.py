@@ -13,7 +13,7 @@ from quire.kernels.triton.float8 import operand, widen_pairs
 from quire.kernels.triton.runtime import bound, dot
 
 NOTHING = tl.constexpr(-1.0e30)
-"""Maximum of a row without keys; finite, so that no difference is NaN."""
+"""Maximum of a row without keys; finite, so no difference is NaN."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

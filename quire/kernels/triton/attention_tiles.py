@@ -180,8 +180,8 @@ def resident_programs(shape: HeadShape, tiles: Tiles, limits: DeviceLimits) -> i
 
 
 def num_splits(num_programs: int, max_seq_len: int, block_n: int, slots: int) -> int:
-    """Parts per sequence of up to `max_seq_len` keys, so that `num_programs` (sequences x key heads) times it fill
-    `slots` concurrent programs: the fewest within a tenth of the best use."""
+    """Parts per sequence of up to `max_seq_len` keys, so `num_programs` (sequences x key heads) times it fill `slots`
+    concurrent programs: the fewest within a tenth of the best use."""
     # With many rounds the last one matters little, and parts of less than two tiles do not pay.
     most = max(1, min(MAX_SPLITS, -(-max_seq_len // (2 * block_n)), -(-4 * slots // num_programs)))
 

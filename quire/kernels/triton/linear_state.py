@@ -24,7 +24,7 @@ CHANNELS = 1024
 NORM_ELEMENTS = 2048
 """Elements per program of the gated norm: whole heads."""
 COLUMNS = 32
-"""Largest number of columns of the state that one program updates."""
+"""Maximum columns of the state that one program updates."""
 SMALLEST_TILE = 16
 """Rows of the smallest product tile."""
 NO_ACTIVATION = tl.constexpr(-1)

@@ -30,7 +30,7 @@ class ProductTiles:
 GROUP_M = 8
 """Row tiles in a group, which shares a column of weights in the L2 cache."""
 WIDE = 8192
-"""Result width below which tiles are narrower, so that one row of tiles still fills a large GPU."""
+"""Result width below which tiles are narrower, so one row of tiles still fills a large GPU."""
 
 
 def tiles_for(num_columns: int, dtype: torch.dtype) -> ProductTiles:

@@ -118,7 +118,7 @@ class OffloadConnector(KVConnector):
 
     @property
     def num_loadable(self) -> int:
-        """Maximum number of blocks that a fetch can bring from disk now."""
+        """Maximum blocks that a fetch can bring from disk now."""
         held = len(self._wanted_blocks())
         wanted = sum(len(fetch.wanted) for fetch in self._fetches)
         return max(0, min(self._max_loading - held, self._host.num_allocatable) - wanted)

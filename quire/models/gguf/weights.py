@@ -205,7 +205,7 @@ def taken_apart(rows: Bytes, block: BlockType) -> IntegerWeight | Float4Weight:
 
 
 def _mxfp4_weight(rows: Bytes, num_columns: int) -> Float4Weight:
-    """Reorder codes so that neighbours share a byte. rows: [n, bytes of a row]. Raises ModelLoadError for invalid
+    """Reorder codes so neighbours share a byte. rows: [n, bytes of a row]. Raises ModelLoadError for invalid
     exponents."""
     blocks = rows.reshape(len(rows), -1, 1 + MX_GROUP // 2)
     codes = np.concatenate((blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4), axis=2)

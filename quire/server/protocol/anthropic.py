@@ -134,7 +134,7 @@ class AnthropicToolChoice(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """Thinking option. budget_tokens: maximum number of thinking tokens."""
+    """Thinking option. budget_tokens: maximum thinking tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int32 | None = None

@@ -11,7 +11,7 @@ from quire.server.protocol.foreign import CHANGES_ANSWER, NO_EFFECT
 
 MAX_STRING = 1024
 MAX_SEQUENCES = 4096
-"""Maximum number of sequences (prompts times n) in one request."""
+"""Maximum sequences (prompts times n) in one request."""
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 MAX_TOKEN_ID = 2**31 - 1
@@ -83,7 +83,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 class SpeculativeDecoding(msgspec.Struct, omit_defaults=True):
     """Drafts of a request, by vLLM's names. Only steps with drafts count; each yields its accepted drafts and one token
-    more. acceptance_histogram[j]: steps with j accepted drafts. num_spec_tokens: maximum number of drafts per step."""
+    more. acceptance_histogram[j]: steps with j accepted drafts. num_spec_tokens: maximum drafts per step."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float

@@ -23,7 +23,7 @@ NAMES = {
 }
 """The engine's field names -> llama.cpp's, for errors."""
 MAX_EXTRA = 1024
-"""Maximum number of texts in `input_extra`."""
+"""Maximum texts in `input_extra`."""
 MAX_RESPONSE_FIELDS = 64
 CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
     "adaptive_target": (-1.0, -1),
@@ -106,8 +106,8 @@ class SamplerFields(RequestStruct, kw_only=True, frozen=True):
 
 
 class LlamaFields(SamplerFields, kw_only=True, frozen=True):
-    """Fields of completions and infilling. n_predict: maximum number of tokens; 0: only compute the prompt; negative:
-    fill the context. t_max_predict_ms: time after the first token, after which the answer ends at its next line break.
+    """Fields of completions and infilling. n_predict: maximum tokens; 0: only compute the prompt; negative: fill the
+    context. t_max_predict_ms: time after the first token, after which the answer ends at its next line break.
     response_fields: paths of the fields to return (`a/b`: b of a). num_drafts: maximum drafts per step."""
 
     model: str | None = None

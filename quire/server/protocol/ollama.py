@@ -72,7 +72,7 @@ Think = bool | Literal["low", "medium", "high", "max"]
 
 
 class OllamaOptions(SamplerFields, kw_only=True, frozen=True):
-    """Sampling options. num_predict: maximum number of tokens; not positive: as many as the context holds."""
+    """Sampling options. num_predict: maximum tokens; not positive: as many as the context holds."""
 
     num_predict: Int32 | None = None
 

@@ -13,7 +13,7 @@ from quire.server.protocol.common import MAX_STRING, Identifier, Int32, Priority
 from quire.server.protocol.messages import Messages, check_continuation
 
 MAX_INPUTS = 2048
-"""Maximum number of texts in one request; OpenAI's."""
+"""Maximum texts in one request; OpenAI's."""
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 NumberType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]

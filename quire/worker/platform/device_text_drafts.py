@@ -101,8 +101,8 @@ class HostTexts:
             self.are_followed[row] = False
 
     def learn(self) -> None:
-        """Append the tokens of the step before the last `num_unknown` launched ones to their rows, so that all ranks
-        know the same."""
+        """Append the tokens of the step before the last `num_unknown` launched ones to their rows, so all ranks know
+        the same."""
         while len(self.unread) > self.num_unknown:
             step = self.unread.popleft()
             if step is not None:

@@ -97,7 +97,7 @@ class CudaGraphCapture:
 
 
 class _Memory:
-    """Device memory of another owner, described by `__cuda_array_interface__` so that torch can wrap it. Keeps no
+    """Device memory of another owner, described by `__cuda_array_interface__` so torch can wrap it. Keeps no
     reference."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
