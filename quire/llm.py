@@ -89,13 +89,13 @@ class LLM(OfflineEngine):
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs are in the order of the prompts.
 
-        prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
-        sampling_params: one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar
-        if standard error is a terminal and the call takes longer than a second. lora_request, priority: one for all, or
-        one each (docs/adapters.md, docs/scheduling.md). options: see CallOptions.
+        prompts: a text, token ids, an object with `prompt` or `prompt_token_ids`, or a list of those. sampling_params:
+        one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar on a terminal if
+        the call takes longer than a second. lora_request, priority: one for all, or one each (docs/adapters.md,
+        docs/scheduling.md). options: see CallOptions.
 
-        Raises UserError, with the prompt's index, before anything runs; EngineDeadError when the engine fails;
-        InternalError when an output cannot be processed. After an error or Ctrl-C nothing is left running.
+        Raises UserError, with the prompt's index, before anything runs; EngineDeadError; InternalError when an output
+        cannot be processed. After an error or Ctrl-C nothing is left running.
         """
         truncation = truncation_of(options)
         listed = [with_processor_kwargs(prompt, options) for prompt in _as_list(prompts)]

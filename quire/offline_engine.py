@@ -83,7 +83,7 @@ class OfflineEngine:
 
     def unregister_prefix(self, prefix_id: str) -> int:
         """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. They stay cached until
-        their memory is needed. Raises UserError for an id that is not registered."""
+        their memory is needed. Raises UserError for an id not registered."""
         with self._busy:
             value = self._call("unregister_prefix", prefix_id)
         assert isinstance(value, int)

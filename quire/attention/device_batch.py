@@ -62,9 +62,9 @@ class DeviceBatch:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStateStep:
-    """Pages of the states of a device's step; StateStep defines the accesses. Padding sequences have none. tables: by
-    layer, [num_rows, max_blocks] int32, persistent; indexed by `batch.rows`. interval: tokens per block. pages: by
-    layer, [num_blocks, page bytes] uint8. batch_invariant: a token has the same bits in a prompt and decoded."""
+    """Pages of a device step's states; StateStep defines the accesses. tables: by layer, [num_rows, max_blocks] int32,
+    persistent; indexed by `batch.rows`. interval: tokens per block. pages: by layer, [num_blocks, page bytes] uint8.
+    batch_invariant: a token has the same bits in a prompt and decoded."""
 
     batch: DeviceBatch
     tables: Mapping[int, torch.Tensor]

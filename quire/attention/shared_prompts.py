@@ -20,7 +20,7 @@ from quire.kernels.cpu.runtime import NativeRuntime
 from quire.parallel.interface import ProcessGroup
 
 PREPARED = {"query_norm": 0, "key_norm": 0, "rotary_dim": 0, "length_floor": 0}
-"""Arguments of attention for rows that are normed, rotated and scaled."""
+"""Arguments of attention for rows normed, rotated and scaled."""
 
 
 class RowExchange:

@@ -192,7 +192,7 @@ def _gather(
 
 
 def _rest(batch: DeviceBatch, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, DeviceBatch] | None:
-    """Tokens of the sequences that are not expanded, and their batch; None if none."""
+    """Tokens of the sequences not expanded, and their batch; None if none."""
     assert batch.host is not None, "a step with prompts says where they begin"
     starts = batch.host.query_start
     index = np.setdiff1d(np.arange(len(starts) - 1), [prompt.sequence for prompt in prompts])

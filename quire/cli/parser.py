@@ -110,8 +110,8 @@ def add_struct_flags(
 ) -> None:
     """Add a --kebab-case flag for each field of `struct` except `skip`; only given flags are stored. help_lines: help
     of fields without a record (Option). title: heading in the help of a parser without groups. defaults: command's own
-    defaults, for the help. Annotations decide the type: bool becomes --x/--no-x, a list may be repeated, a mapping is
-    KEY=VALUE with commas (JSON for text keys), and `none` means None where allowed."""
+    defaults, for the help. bool becomes --x/--no-x, a list may be repeated, a mapping is KEY=VALUE with commas (JSON
+    for text keys), `none` means None where allowed."""
     annotations, options = typing.get_type_hints(struct), options_of(struct)
     for field in msgspec.structs.fields(struct):
         if field.name in skip:

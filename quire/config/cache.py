@@ -13,7 +13,7 @@ SNAPSHOT_INTERVAL = 1024
 class CacheConfig:
     """KV cache settings of an engine; fields with an option's name have its meaning. memory: bytes of the pool; None:
     free memory after the profiling pass times `memory_utilization`. swap_space: bytes of the host pool; None: chosen
-    from free memory. offload_dir: directory of cached blocks. offload_size: its byte limit. num_replicas: engines that
+    from free memory. offload_dir, offload_size: directory of cached blocks, its byte limit. num_replicas: engines that
     share the measured memory."""
 
     block_size: int

@@ -31,11 +31,10 @@ class ParallelConfig:
     """Layout of a model over devices; sizes of groups. tp: devices that share each layer (tensor parallelism). pp:
     stages, groups that share out the layers. dp: replicas behind a router. ep: devices over which whole experts are
     spread, a multiple of tp; if it spans several replicas, they exchange tokens in every layer. 1: tp shares each
-    expert. dcp: neighbours among the tp devices that hold the same key head and keep a part of each sequence's tokens
-    each (decode context parallelism). interleave: tokens in a row that one of them keeps. redundant_experts: further
-    copies of a layer's experts, which move between devices by their load (None: experts stay). pcp: groups of tp
-    devices that share the tokens of prompts, each with all keys (prefill context parallelism). Raises ConfigError for
-    sizes that do not fit together."""
+    expert. dcp: neighbours among the tp devices that hold the same key head and share each sequence's tokens (decode
+    context parallelism). interleave: successive tokens that one of them keeps. redundant_experts: further copies of a
+    layer's experts, which move by load (None: experts stay). pcp: groups of tp devices that share the tokens of
+    prompts, each with all keys (prefill context parallelism). Raises ConfigError for sizes that do not fit together."""
 
     tp: int = 1
     pp: int = 1

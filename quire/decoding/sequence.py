@@ -124,7 +124,7 @@ class Sequence:
         self.matcher: Matcher | None = None
         """Follows the known tokens under the request's constraint, from the first mask on."""
         self.awaits_matcher = False
-        """True while the matcher has not judged the last token, which is then not reported."""
+        """True while the matcher has not judged the last token, then not reported."""
         self.goes_ahead = False
         """True if a step may compute the last token before the matcher's answer, and be sampled after it."""
 

@@ -261,7 +261,7 @@ class AsyncLLM:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Total prompt tokens of the requests that have no output token yet. Admission limits compare with it."""
+        """Total prompt tokens of the requests without output token yet. Admission limits compare with it."""
         return self._session.num_queued_tokens
 
     @property
@@ -286,9 +286,9 @@ class AsyncLLM:
         """Yield outputs as they come, the last one with `finished`, or as `sampling_params.output_kind` says. delta:
         see OutputProcessor.add_request. priority: lower is earlier. part: place among several requests of one caller,
         which start in turn. options: see PoolingOptions. Leaving the iterator, or cancelling its task, aborts the
-        request. Raises UserError for a bad prompt or an id in use, EngineDeadError when the engine dies,
-        EngineUnresponsiveError as `check_health` does, InternalError if its output cannot be processed,
-        EngineAsleepError, and QuireError while draining."""
+        request. Raises UserError for a bad prompt or an id in use, EngineDeadError, EngineUnresponsiveError as
+        `check_health` does, InternalError if its output cannot be processed, EngineAsleepError, and QuireError while
+        draining."""
         lora_request = options.pop("lora_request", None)
         if options:
             sampling_params = msgspec.structs.replace(sampling_params, **truncation_of(options))

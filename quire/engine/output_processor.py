@@ -319,7 +319,7 @@ class _SequenceState:
             self._repetition = RepetitionDetector(params.repetition_detection)
         self._num_tokens = 0
         self._num_unchecked = params.min_tokens
-        """Tokens still to come that are not searched for stop strings."""
+        """Tokens still to come not searched for stop strings."""
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []

@@ -89,8 +89,8 @@ def size_pool(
     """Choose the numbers of blocks and return the layout. `num_blocks_override`, `kv_cache_memory` and `swap_space`
     need no `profile`. Otherwise the pool takes `memory_utilization` of the available memory (on a device: of its
     memory), less all other uses. The default swap space is DEFAULT_SWAP_SPACE, at most DEFAULT_SWAP_SHARE of free host
-    memory; neither exceeds what `max_num_seqs` full sequences use. Raises InsufficientMemoryError, with the arithmetic,
-    when a pool has no room for one block."""
+    memory; neither exceeds `max_num_seqs` full sequences. Raises InsufficientMemoryError, with the arithmetic, when a
+    pool has no room for one block."""
     if not groups:
         return KVCacheLayout(cache.block_size, 1, groups, layers_per_group)
     profile = None if profile is None else profile.share(cache.num_replicas)

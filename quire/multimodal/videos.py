@@ -307,7 +307,7 @@ def _opened(data: bytes, kind: str) -> Any:
 
 
 def _num_frames(packets: Iterable[Any], codec: str) -> int:
-    """Packets with a frame that is shown, up to one beyond the limit: a file of a few bytes may state any number."""
+    """Packets with a frame shown, up to one beyond the limit: a file of a few bytes may state any number."""
     shown = (each for each in packets if each.size and not each.is_discard and not each.is_corrupt)
     if codec in ("vp8", "libvpx"):
         shown = (each for each in shown if memoryview(each)[0] & _VP8_SHOWN)

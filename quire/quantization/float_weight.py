@@ -75,8 +75,8 @@ class Float4Weight(QuantizedWeight):
 
     pairs: [N, K / 2 rounded up] uint8, the first code of two in the lower half. num_columns: K. scale_codes: for MXFP4
     (row_scales is None) [N, K / 32 rounded up] uint8 e8m0 exponents, scale = 2 ** (code - 127); for NVFP4 [N, K / 16
-    rounded up], bits of e4m3 numbers, multiplied by row_scales, [N] float32. The constructor raises ModelLoadError for
-    parts that do not fit together, and for scales that are not finite.
+    rounded up], bits of e4m3 numbers, multiplied by row_scales, [N] float32. Raises ModelLoadError for parts that do
+    not fit together, and infinite scales.
     """
 
     pairs: torch.Tensor

@@ -53,7 +53,7 @@ class ImageEncodings:
 
     def limit(self, request: Request, start: int, end: int) -> int:
         """End of the tokens from `start` that can be computed now, at most `end`. It lies before the first unencoded
-        image, which is then requested, and never inside an image that one step must compute (`is_whole`)."""
+        image, then requested, and never inside an image that one step must compute (`is_whole`)."""
         for image in request.images:
             if image.start >= end:
                 break
@@ -184,7 +184,7 @@ class ImageEncodings:
 
 
 class ImageGate:
-    """Defers a request whose next token is in an image until that is encoded."""
+    """Defers a request whose next token is in an image until encoded."""
 
     reason = ENCODING
     stage = GateStage.BEGIN

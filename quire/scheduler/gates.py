@@ -138,9 +138,9 @@ def _has_matchers(request: Request) -> bool:
 
 
 class PendingPrefixGate:
-    """Defers all but one of the requests that arrive together with the same new prefix
-    (docs/decisions/0004-scheduling.md). The request waits until one live sequence (the leader) has committed a number
-    of blocks; if it ends first, the first deferred request computes the rest. A deferral never leaves a step empty."""
+    """Defers all but one of the requests that arrive together with a new prefix (docs/decisions/0004-scheduling.md).
+    The request waits until one live sequence (the leader) has committed a number of blocks; if it ends first, the first
+    deferred request computes the rest. A deferral never leaves a step empty."""
 
     reason = PENDING_PREFIX
     stage = GateStage.LOOK_UP

@@ -128,7 +128,7 @@ class PlanBuilder:
         sequence.num_unsent_tokens = 0
 
     def place_drafts(self, drafts: Drafts) -> None:
-        """Add drafts after the last token of the last entry's sequence, which is sampled."""
+        """Add drafts after the last token of the last entry's sequence, sampled."""
         sequence, num_drafts = self.sequences[-1], drafts.num_tokens
         assert sequence.blocks is not None, "a sequence that runs has blocks"
         if num_drafts:
@@ -193,7 +193,7 @@ class PlanBuilder:
 
     def undo(self, request: Request, kv: KVCacheManager) -> None:
         """Undo this pass's work on a request's sequences, so their block tables match the earlier plans. For a request
-        that is preempted after it was scheduled."""
+        preempted after it was scheduled."""
         for sequence, allocation in self.rollback(request):
             assert sequence.blocks is not None
             kv.rollback(sequence.blocks, allocation)

@@ -12,7 +12,7 @@ from quire.server.protocol.files import BatchError
 MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512
 MAX_ERRORS = 100
-"""Errors that are listed; a check ends there."""
+"""Errors listed; a check ends there."""
 FRAME_BYTES = 64 * 1024
 """Bytes of a line besides its body."""
 

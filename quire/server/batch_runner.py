@@ -307,7 +307,7 @@ class _Run:
                 self._num_left_bytes = await self._store.in_thread(self._room)  # uploads take some
 
     async def _finalize(self) -> None:
-        """Write the files of results, under ids that are fixed before: after a crash they are written again."""
+        """Write the files of results, under ids fixed before: after a crash they are written again."""
         batch = self._batch
         if not batch.output_id:
             batch.output_id, batch.error_id = self._store.new_id("file-"), self._store.new_id("file-")

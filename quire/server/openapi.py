@@ -186,10 +186,10 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 
 class Operation(NamedTuple):
     """Method of a path in /openapi.json. response, request: types of the bodies; None: no body. parameters: name ->
-    description, for query and path. is_public: needs no key. is_admins: needs an admin's key. is_queued: requests run
-    on the engine, so 429 and 503 are possible. names_model: 404 for an unknown model, or thing. is_list: the response
-    is a list of `response`. or_response: alternative shape. is_form: the body is multipart/form-data. has_quota: 429 at
-    the quota of a key. answers_bytes: the response is a file."""
+    description, for query and path. is_public: needs no key. is_admins: needs an admin's key. is_queued: 429 and 503
+    are possible. names_model: 404 for an unknown model, or thing. is_list: the response is a list of `response`.
+    or_response: alternative shape. is_form: the body is multipart/form-data. has_quota: 429 at the quota of a key.
+    answers_bytes: the response is a file."""
 
     summary: str
     response: type[msgspec.Struct] | None

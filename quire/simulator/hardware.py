@@ -50,12 +50,12 @@ class Hardware:
     dtype -> dense matrix operations per second. link_bandwidth, link_latency: bytes per second and direction to its
     peers in an all-reduce, and seconds before the first byte. pcie_bandwidth, pcie_latency: the same of copies to host
     memory. launch_overhead: seconds of a kernel in a captured graph. host_overhead: seconds of planning between steps;
-    host_overhead_per_sequence, host_overhead_per_request, host_overhead_per_new_sequence: more for each. wake_overhead:
-    extra seconds of a step after IDLE_SECONDS without work. node_size: devices that the link connects.
-    network_bandwidth, network_latency: between nodes, per device and direction. half_rows: rows at which a matrix
-    product reaches half of its full rate. token_overhead, sequence_overhead, new_sequence_overhead: further device
-    seconds. run_overhead: bytes in whose time attention of a single token moves to the next run of contiguous keys or
-    values. source: origin of the numbers; "": data sheets and usual factors. kind: "gpu" or "cpu"."""
+    host_overhead_per_...: more for each. wake_overhead: extra seconds of a step after IDLE_SECONDS without work.
+    node_size: devices that the link connects. network_bandwidth, network_latency: between nodes, per device and
+    direction. half_rows: rows at which a matrix product reaches half of its full rate. token_overhead,
+    sequence_overhead, new_sequence_overhead: further device seconds. run_overhead: bytes in whose time a single token's
+    attention moves to the next run of contiguous keys or values. source: origin of the numbers; "": data sheets and
+    usual factors. kind: "gpu" or "cpu"."""
 
     name: str
     title: str

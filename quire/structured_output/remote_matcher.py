@@ -164,7 +164,7 @@ class RemoteMatcher:
         self.has_mask = True
 
     def new(self, grammar: int) -> New:
-        """Message that makes it in a mask process that has its grammar."""
+        """Message that makes it in a mask process with its grammar."""
         spec, serial = self.spec, self.serial if self.unanswered is None else 0
         options = spec.start_after, spec.ignore_eos, spec.allowed_token_ids
         return New(self.slot, serial, grammar, self.constraint.charge, self.tokens, *options)

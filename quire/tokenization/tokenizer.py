@@ -235,8 +235,8 @@ def load_tokenizer(
     chat_template: str | None = None,
 ) -> Tokenizer:
     """Load the tokenizer of a directory, a GGUF file, a hub id or "bundled". Raises ModelLoadError. vocab_size: the
-    model's; it limits the tokenizer's entries, and so its memory. download_dir: folder for downloads; None: the hub
-    library's cache. chat_template: file or text of a template instead of the model's."""
+    model's; it limits the tokenizer's entries. download_dir: folder for downloads; None: the hub library's cache.
+    chat_template: file or text of a template instead of the model's."""
     limit = max_values(vocab_size)
     path = find_model(str(path_or_id), revision=revision, config_only=True, download_dir=download_dir)
     config = read_optional_json(path / "tokenizer_config.json")

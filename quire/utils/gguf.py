@@ -102,7 +102,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Array:
-    """Array that is not decoded: `count` elements of the type from `start` on."""
+    """Array not decoded: `count` elements of the type from `start` on."""
 
     type: int
     count: int
@@ -114,8 +114,8 @@ class _Array:
 
 class GGUFFile:
     """Open GGUF file, or the files of a split model. metadata: values of the first file by key; arrays are
-    placeholders, read by `strings` and `numbers`. tensors: by name, in the files' order. The mapping is private;
-    `release` drops the pages of a copied tensor. A context closes the file once no view is held."""
+    placeholders, read by `strings` and `numbers`. tensors: by name, in the files' order. `release` drops a copied
+    tensor's pages. A context closes the file once no view is held."""
 
     def __init__(self, path: Path) -> None:
         """Open and check the header of each file. Raises ModelLoadError with the file's name."""

@@ -164,8 +164,8 @@ class HostDrafts:
 
 
 def note_found(result: StepResult, plan: StepPlan, counts: Sequence[int], tokens: Sequence[list[int]]) -> None:
-    """Add the next step's drafts to a result. counts, tokens (if the step expects masks): for the samples that are not
-    pooled, as in Accepted."""
+    """Add the next step's drafts to a result. counts, tokens (if the step expects masks): for the samples not pooled,
+    as in Accepted."""
     expected = set(plan.masked_samples)
     for place, (index, count) in enumerate(zip(generated_samples(plan), counts, strict=True)):
         if count:

@@ -42,7 +42,7 @@ _CHUNK_BYTES = 2**18
 
 class GGUFWeights:
     """Weights of one GGUF file or split model. directory: the (first) file, for error messages. Plain tensors and
-    blocks that are packed unchanged are views of the file, whose pages are dropped after use; others are unpacked."""
+    blocks packed unchanged are views of the file, whose pages are dropped after use; others are unpacked."""
 
     def __init__(self, path: Path) -> None:
         self.directory = path

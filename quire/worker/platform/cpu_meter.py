@@ -54,9 +54,9 @@ class CpuMeter:
         return available_memory()
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
-        """Measure the growth of resident memory in a forward pass over the token budget in the fewest sequences, then
-        logits and random sampling for the most sequences. Measured with PROFILED_TOKENS and PROFILED_ROWS at most, and
-        scaled up. None: not measurable."""
+        """Growth of resident memory in a forward pass over the token budget in the fewest sequences, then logits and
+        sampling for the most. Measured with PROFILED_TOKENS and PROFILED_ROWS at most, and scaled up. None: not
+        measurable."""
         num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)
         num_rows = min(limits.max_num_rows, PROFILED_ROWS)
         prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))

@@ -260,7 +260,7 @@ class Platform(Protocol):
         ...
 
     def is_computing(self) -> bool:
-        """True if the calling thread is known to be in this context, which is then not entered again."""
+        """True if the calling thread is known to be in this context, then not entered again."""
         ...
 
     def synchronize(self) -> None:

@@ -88,8 +88,8 @@ def owners(counts: np.ndarray, num_ranks: int) -> np.ndarray | None:
     """Rank that computes each token of a step, [T] int64; None: every rank computes all. counts: [S] tokens of each
     sequence.
 
-    A chunk is cut into two pieces per rank, and each rank takes an early one and the late one that mirrors it, so ranks
-    attend to about as many keys. Sequences too short for that go to the rank with the fewest tokens so far.
+    A chunk is cut into two pieces per rank; each rank takes an early one and its late mirror, so ranks attend to about
+    as many keys. Shorter sequences go to the rank with the fewest tokens.
     """
     num_pieces = 2 * num_ranks
     is_long = counts >= num_pieces
