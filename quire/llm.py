@@ -87,7 +87,7 @@ class LLM(OfflineEngine):
         priority: int | Sequence[int] | None = None,
         **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
-        """Complete every prompt; the outputs are in the order of the prompts.
+        """Complete every prompt; the outputs are in the prompts' order.
 
         prompts: a text, token ids, an object with `prompt` or `prompt_token_ids`, or a list of those. sampling_params:
         one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar on a terminal if
@@ -176,7 +176,7 @@ class LLM(OfflineEngine):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[EmbeddingRequestOutput]:
-        """Embed every prompt; the vectors are in the order of the prompts.
+        """Embed every prompt; the vectors are in the prompts' order.
 
         prompts: see `LLM.generate`. truncate_prompt_tokens: overrides the PoolingParams. pooling_params: one for all,
         or one each. options: see PoolingOptions. Raises UserError, with the prompt's index, before anything runs, and

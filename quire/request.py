@@ -68,7 +68,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Step column -> values of prompt tokens, such as image positions. Tokens before them have 0, those after them the
     value of `columns`."""
     images: list[PromptImage] = []
-    """Images in the order of the prompt."""
+    """Images in the prompt's order."""
     is_processed: bool = False
     """Logits processor sees the tokens one by one, so the request has no drafts."""
     prediction: list[int] = []

@@ -22,7 +22,7 @@ Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 
 class DeviceExpansion:
-    """Owner of the scratch, shared by all layers: for `max_num_keys` keys and a part of the heads, allocated at first
+    """Owner of the scratch, shared by all layers: for `max_num_keys` keys and part of the heads, allocated at first
     use."""
 
     def __init__(self, max_num_keys: int, limits: DeviceLimits) -> None:
@@ -78,7 +78,7 @@ class DeviceExpansion:
         work: tuple[Sequence[Prompt], DeviceBatch],
         out: torch.Tensor,
     ) -> None:
-        """Attend with a part of the heads. query: both parts of the step's queries, the second rotated. kept: [blocks,
+        """Attend with part of the heads. query: both parts of the step's queries, the second rotated. kept: [blocks,
         block_size, width], the prompts' latents."""
         lot, batch = work
         first = part * expansion.heads

@@ -26,7 +26,7 @@ class BadWordTokenizer:
         self._last: tuple[tuple[str, ...], list[list[int]]] = (), []
 
     def sequences(self, bad_words: Sequence[str]) -> list[list[int]]:
-        """Token ids of each word at the start of a text, and after a space if they differ. Words with tokens beyond
+        """Token ids of each word at a text's start, and after a space if they differ. Words with tokens beyond
         `vocab_size` are left out. Raises UserError if a limit is exceeded."""
         if not bad_words:
             return []

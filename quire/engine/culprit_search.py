@@ -20,7 +20,7 @@ class CulpritSearch:
         self._tried: list[str] = []
         """Requests of the current group, cleared ones included; empty if no search runs."""
         self._groups: list[dict[str, int]] = []
-        """Groups of suspects to try later, each with the position of every request."""
+        """Groups of suspects to try later, each with every request's position."""
 
     @property
     def is_searching(self) -> bool:

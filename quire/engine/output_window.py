@@ -49,7 +49,7 @@ class OutputWindow:
         return outputs
 
     def wants_stats(self, outputs: EngineOutputs) -> bool:
-        """True if these outputs should carry statistics. They do so a few times a second."""
+        """True if these outputs should carry statistics."""
         now = self._clock.now()
         if now < self._next_stats and outputs.updates and _can_wait(outputs):
             return False

@@ -121,8 +121,7 @@ class BlockPool:
         return bytes(states)
 
     def check(self, owners: dict[int, int]) -> None:
-        """Compare with `owners` (block -> table entries that name it). Raises AssertionError. For
-        `KVCacheManager.check`."""
+        """Compare with `owners` (block -> table entries that name it). Raises AssertionError."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
         assert free.isdisjoint(self._evictable), "a block is free and evictable at once"

@@ -85,8 +85,7 @@ class Coordinator:
         return min(sizes, default=UNLIMITED)
 
     def fits(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bool:
-        """True if block tables have exactly the length that `num_tokens` tokens need. Checked before a fork or
-        registration."""
+        """True if block tables have exactly the length that `num_tokens` tokens need."""
         pairs = zip(tables, self.managers, strict=True)
         return all(len(table) == -(-num_tokens // manager.block_size) for table, manager in pairs)
 

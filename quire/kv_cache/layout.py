@@ -74,7 +74,7 @@ class KVCacheLayout:
 
     @property
     def sequence_block(self) -> int:
-        """Least number of tokens of a sequence that share a block, those on other ranks included. Reported to users."""
+        """Least number of tokens of a sequence that share a block, those on other ranks included."""
         return min((self.entry_tokens(group) for group in self.token_groups), default=self.block_size)
 
     def entry_tokens(self, group: KVGroup) -> int:

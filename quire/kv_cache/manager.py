@@ -326,7 +326,7 @@ class KVCacheManager:
 
     @property
     def awaits_transfers(self) -> bool:
-        """True if a request, or the KV connector's next order, waits for the end of a transfer."""
+        """True if a request, or the KV connector's next order, waits for a transfer's end."""
         return self.connector.must_wait or self.transfer_blocks.is_transferring
 
     def finish(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> None:

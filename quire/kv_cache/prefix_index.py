@@ -56,7 +56,7 @@ class PrefixIndex:
         self._hash_of = [None] * len(self._hash_of)
 
     def check(self) -> set[int]:
-        """Assert that both directions agree; returns the blocks with content. O(blocks). For `KVCacheManager.check`."""
+        """Assert that both directions agree; returns the blocks with content. O(blocks)."""
         indexed = {block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
         assert {block: block_hash for block_hash, block in self._block_of.items()} == indexed, "index mismatch"
         return set(indexed)

@@ -44,7 +44,7 @@ class _KeyValueSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec(_KeyValueSpec):
-    """Full attention: keys and values of every token. dealt_to: ranks, of which each keeps a part of the tokens; a page
+    """Full attention: keys and values of every token. dealt_to: ranks, of which each keeps part of the tokens; a page
     then has fewer tokens than its block."""
 
     kind: ClassVar[str] = "full"
@@ -126,7 +126,7 @@ def layer_spec(
     attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1, dealt_to: int = 1
 ) -> LayerSpec:
     """Spec of a layer on one of `num_ranks` ranks, which share heads while there are enough. dealt_to: ranks with the
-    same key heads that keep a part of the tokens each."""
+    same key heads that keep part of the tokens each."""
     if attention.kind == "state":
         return StateSpec(attention.state_bytes(num_ranks))
     if attention.kind == "latent":

@@ -89,7 +89,7 @@ def row_fields(request: Placed) -> dict[str, Any]:
 
 
 def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
-    """Positions of the tokens from the first image to the end of the last, by column. images: at least one, in prompt
+    """Positions of the tokens from the first image to the last's end, by column. images: at least one, in prompt
     order."""
     start = images[0].start
     return {
@@ -99,8 +99,8 @@ def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
 
 
 def last_seen(images: Sequence[PromptImage]) -> TokenValues:
-    """Values of LAST_SEEN from the first image to the end of the last: an image's last position for its tokens, its own
-    for another."""
+    """Values of LAST_SEEN from the first image to the last's end: an image's last position for its tokens, its own for
+    another."""
     start = images[0].start
     values = list(range(start, images[-1].end))
     for image in images:

@@ -14,8 +14,8 @@ from quire.parsers.reasoning import Break, Program, ThinkFormat, Thought
 class OutputParser:
     """Parser of one output into content, reasoning and tool calls, however the text is cut. Not thread-safe. Never
     raises. answer: reader of the text after the reasoning. reasoning: None if the model has none or `answer` reads it.
-    breaks: beginnings of calls inside reasoning. thought: state at the end of the prompt. schemas: tool name -> JSON
-    schema of its parameters. max_calls: None for no limit. drops: markers around content."""
+    breaks: beginnings of calls inside reasoning. thought: state at the prompt's end. schemas: tool name -> JSON schema
+    of its parameters. max_calls: None for no limit. drops: markers around content."""
 
     def __init__(
         self,

@@ -248,7 +248,7 @@ class PromptHashing:
         self._num_left: float = 0
 
     def begin_pass(self, *, is_idle: bool) -> None:
-        """Renew the bound at the start of a pass. is_idle: no sequence runs, so hashing is not bounded."""
+        """Renew the bound at a pass' start. is_idle: no sequence runs, so hashing is not bounded."""
         self._num_left = math.inf if is_idle else self.piece_tokens
 
     def defer(self, request: Request) -> bool:

@@ -37,7 +37,7 @@ class CachedBlocks(Protocol):
     def can_transfer(self) -> bool: ...
 
     def reset_prefix_cache(self) -> int:
-        """Clear all cached content; returns how many blocks were set free. For sleep and users' orders."""
+        """Clear all cached content; returns how many blocks were set free."""
         ...
 
 
@@ -59,7 +59,7 @@ class EngineScheduler(Protocol):
         ...
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Upper bound of the blocks that one sequence of `num_tokens` holds. For the reported concurrency."""
+        """Upper bound of the blocks that one sequence of `num_tokens` holds."""
         ...
 
     def add_request(self, source: EngineRequest, now: float, constraint: Constraint | None = None) -> None:

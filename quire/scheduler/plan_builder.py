@@ -231,8 +231,8 @@ class PlanBuilder:
         return undone
 
     def order_transfers(self, kv: KVCacheManager, *, may_wait: bool, awaits_report: bool) -> None:
-        """Add the KV connector's orders at the end of the pass. may_wait: the workers may wait for a transfer, as there
-        is nothing else to compute. awaits_report: they must wait for a report."""
+        """Add the KV connector's orders at the pass' end. may_wait: the workers may wait for a transfer, as there is
+        nothing else to compute. awaits_report: they must wait for a report."""
         kv.transfer_blocks.release()
         transfers = kv.connector.orders(may_allocate=not self.resumed)
         if may_wait and not (transfers is not None and transfers.swap_in):

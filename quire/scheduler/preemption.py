@@ -69,7 +69,7 @@ class Cheaper:
 
 def release_blocks(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
     """Move a victim's blocks to the host, or drop them. Returns the (device, host) copies for the plan; None when they
-    were dropped. Called at its preemption."""
+    were dropped."""
     copies = swap_out(request, kv, prefers_swap)
     if copies is None:
         request.num_lost_tokens += computed_tokens(request)

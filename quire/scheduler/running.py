@@ -1,4 +1,4 @@
-"""Running sequences in the order of their requests, and reserved request slots of siblings."""
+"""Running sequences in their requests' order, and reserved request slots of siblings."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RunningSet:
         return len(dict.fromkeys(last))
 
     def enter(self, request: Request, sequences: list[Sequence]) -> None:
-        """Run `sequences` of a request; the others fork from the first of them at the end of the prompt. As it starts
-        or resumes."""
+        """Run `sequences` of a request; the others fork from the first of them at the prompt's end. As it starts or
+        resumes."""
         self.version += 1
         request.status = RequestStatus.RUNNING
         request.pending_forks = [s for s in request.live_sequences if s not in sequences]

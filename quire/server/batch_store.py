@@ -1,9 +1,8 @@
 """Batches on disk. Only the runner (quire/server/batch_runner.py) changes a record; others ask it by a mark.
 
-keys/OWNER/batches/ID.json      the record
-keys/OWNER/batches/ID.input     hard link to the input file, which its client may delete meanwhile
-keys/OWNER/batches/ID.journal   results in the order of the requests, as `quire run-batch` writes them
-keys/OWNER/batches/ID.cancel    the mark: end it
+keys/OWNER/batches/ID.json the record keys/OWNER/batches/ID.input hard link to the input file, which its client may
+delete meanwhile keys/OWNER/batches/ID.journal results in the requests' order, as `quire run-batch` writes them
+keys/OWNER/batches/ID.cancel the mark: end it
 """
 
 from __future__ import annotations
@@ -189,7 +188,7 @@ class Batches:
         write_whole(self.path(batch.id, "json"), msgspec.json.encode(batch))
 
     def cancel(self, batch_id: str) -> StoredBatch:
-        """Ask for the end of a batch. Raises ApiError (400) if it has ended."""
+        """Ask for a batch's end. Raises ApiError (400) if it has ended."""
         found = self.find_batch(batch_id)
         if found.has_ended:
             raise _ended(found)

@@ -126,7 +126,7 @@ class _Form:
         return piece
 
     def terms(self) -> _Terms:
-        """Purpose and life of the file, at the end of the form. Raises ApiError (400)."""
+        """Purpose and life of the file, at the form's end. Raises ApiError (400)."""
         if not self._has_ended:
             raise _malformed("its end is missing")
         for name, is_there in (("file", self._has_file), ("purpose", "purpose" in self.fields)):

@@ -98,7 +98,7 @@ class MaskScratch:
         self.address = ctypes.addressof(buffer)
         self.view = memoryview(buffer).cast("B")
         self._began = self._since = 0.0
-        """time.monotonic() at the beginning of the work; seconds of brief work since `_processor` was read."""
+        """time.monotonic() at the work's beginning; seconds of brief work since `_processor` was read."""
         self._processor = 0.0
 
     def begin(self) -> None:

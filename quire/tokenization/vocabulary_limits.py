@@ -25,7 +25,7 @@ LONGEST_PIECE = 512
 MAX_PATTERN = 2**14
 """Maximum characters in a regular expression or other text that is not an entry."""
 _STEP_TEXT = re.compile(rb'"(Regex|String|precompiled_charsmap)"\s*:\s*$')
-"""Key before the text of a step. Character tables have a check of their own."""
+"""Key before a step's text. Character tables have a check of their own."""
 
 
 def max_values(vocab_size: int | None) -> int:

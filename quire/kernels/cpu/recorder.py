@@ -168,7 +168,7 @@ class Recorder:
         arena: Scratch | None = None,
         others: Sequence[Buffer] = (),
     ) -> RecordedProgram:
-        """Place the buffers and build the program. result, others: kept to the end of a run. scratch: kernels' working
+        """Place the buffers and build the program. result, others: kept to a run's end. scratch: kernels' working
         memory; arena: placeholders' memory; shared between programs (None: own). A result in a shared arena can be
         overwritten by any of them: `redirect` it."""
         results = (result, *others)

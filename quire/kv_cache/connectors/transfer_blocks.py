@@ -71,7 +71,7 @@ class TransferBlocks:
         self._held: list[int] = []
         """Blocks that requests own through this pass and the next, one entry per share."""
         self._due: list[int] = []
-        """Shares from the pass before, released at the end of this one."""
+        """Shares from the pass before, released at this one's end."""
         self._sending: dict[int, list[int]] = {}
         """Ended sequence -> its blocks, owned until the connector has sent them."""
 
@@ -180,7 +180,7 @@ class TransferBlocks:
 
     def release(self) -> bool:
         """Release blocks loaded for requests before this pass; requests that started own them already. Returns False if
-        there were none. Called at the start of each pass and when blocks run short."""
+        there were none. Called each pass, and when blocks run short."""
         if not self._due:
             return False
         for block in reversed(self._due):

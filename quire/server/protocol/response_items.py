@@ -200,7 +200,7 @@ class ReadInput(str):
 
 
 class StoredItems(NamedTuple):
-    """Conversation up to the end of a response. added: answer's items, a JSON list."""
+    """Conversation up to a response's end. added: answer's items, a JSON list."""
 
     before: Listing = Listing()
     added: bytes = b"[]"

@@ -216,7 +216,7 @@ class DiskStore:
 
 
 def smoothed(mean: float, value: float) -> float:
-    """Exponential mean with `value` added; mean 0: `value` is the first. For seconds per block."""
+    """Exponential mean with `value` added; mean 0: `value` is the first."""
     return value if mean == 0.0 else mean + SMOOTHING * (value - mean)
 
 

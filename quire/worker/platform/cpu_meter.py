@@ -54,7 +54,7 @@ class CpuMeter:
         return available_memory()
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
-        """Growth of resident memory in a forward pass over the token budget in the fewest sequences, then logits and
+        """Rise of resident memory in a forward pass over the token budget in the fewest sequences, then logits and
         sampling for the most. Measured with PROFILED_TOKENS and PROFILED_ROWS at most, and scaled up. None: not
         measurable."""
         num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)

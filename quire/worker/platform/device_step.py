@@ -185,7 +185,7 @@ class DeviceCompute:
         return self.passes.capture_next(self.padding)
 
     def padding(self, execution: Execution) -> tuple[DeviceBatch, TokenColumns]:
-        """Padding-only batch of an execution's size. For captures."""
+        """Padding-only batch of an execution's size."""
         return self.inputs.padding(execution.num_seqs, execution.num_tokens)
 
 

@@ -34,7 +34,7 @@ class GraphCapture(Protocol):
         ...
 
     def make_room(self) -> None:
-        """Free torch's reserve, which a capture cannot use. Called before each capture."""
+        """Free torch's reserve, which a capture cannot use."""
         ...
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -97,8 +97,7 @@ class CudaGraphCapture:
 
 
 class _Memory:
-    """Device memory of another owner, described by `__cuda_array_interface__` so torch can wrap it. Keeps no
-    reference."""
+    """Device memory of another owner, described by `__cuda_array_interface__` so torch can wrap it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

@@ -197,7 +197,7 @@ class StepLimits:
 
     @property
     def max_num_rows(self) -> int:
-        """Maximum rows of logits: one per sequence and draft. For sizing."""
+        """Maximum rows of logits: one per sequence and draft."""
         return max(self.max_num_seqs, min(self.max_num_tokens, self.max_num_seqs * (1 + self.max_drafts)))
 
 

@@ -101,7 +101,7 @@ class StreamTransfers:
 
 
 def runs(blocks: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Runs of consecutive numbers in `blocks`: index, first number, length. Each is one copy."""
+    """Runs of consecutive numbers in `blocks`: index, first number, length."""
     starts = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) != 1)
     for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True):
         yield int(start), int(blocks[start]), int(end - start)
