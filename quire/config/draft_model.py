@@ -56,7 +56,7 @@ def with_draft_model(
         raise _refused(f"{model.name} runs through Transformers, which shows a head no hidden states yet")
     else:
         draft = fitting_head(draft, head, model, chosen.max_model_len)
-    found = replace(chosen, num_ranks=num_ranks, model=draft, head=head)
+    found = replace(chosen, num_ranks=num_ranks, model=draft, head=head, mask_token=_mask_token(chosen, raw, draft))
     return replace(speculation, draft_model=found, method=method or speculation.method)
 
 
@@ -104,6 +104,18 @@ def fitting_draft(draft: ModelConfig, model: ModelConfig) -> ModelConfig:
             f"they may differ by padding alone, which is at most {MOST_PADDING} rows"
         )
     return replace(draft, max_model_len=min(draft.max_model_len, model.max_model_len))
+
+
+def _mask_token(chosen: DraftModelConfig, raw: Mapping[str, Any], draft: ModelConfig) -> int | None:
+    """Token that a model trained for parallel drafts (PARD) has for unknown ones. raw: its config.json."""
+    if not chosen.is_parallel:
+        return None
+    found = raw.get("pard_token", raw.get("ptd_token_id"))
+    if found is None:
+        raise _refused(f"config.json of {chosen.name} has neither pard_token nor ptd_token_id: it drafts one by one")
+    if type(found) is not int or not 0 <= found < draft.vocab_size:
+        raise _refused(f"pard_token of {chosen.name} must be from 0 to {draft.vocab_size - 1}, not {found!r}")
+    return found
 
 
 def draft_ranks(chosen: DraftModelConfig, num_ranks: int) -> int:

@@ -28,8 +28,9 @@ USUAL_LOOKUP = 5
 @dataclass(frozen=True)
 class DraftModelConfig:
     """Draft model settings. name: value of the option `model`. num_ranks: ranks that share its layers (None: the
-    target's). model: its resolved configuration. head: inputs of a head (None: a whole model). Others: options of these
-    names."""
+    target's). model: its resolved configuration. head: inputs of a head (None: a whole model). is_parallel: all drafts
+    of a step come from one pass (PARD). mask_token: token in the place of each draft but the last in that pass. Others:
+    options of these names."""
 
     name: str
     revision: str | None = None
@@ -38,6 +39,8 @@ class DraftModelConfig:
     num_ranks: int | None = None
     model: ModelConfig | None = None
     head: EagleConfig | None = None
+    is_parallel: bool = False
+    mask_token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,10 @@ class SpeculationConfig:
         fields = converted(OPTION, given, _Given, _Given.__struct_fields__)
         method = _method(fields)
         check_keys(given, method)
+        if fields.parallel_drafting and method != "draft_model":
+            raise ConfigError(
+                f"{OPTION}.parallel_drafting cannot be True: a head makes drafts one behind the other", param=OPTION
+            )
         suffix = _suffix(fields) if method == "suffix" else None
         most_drafts = fields.num_speculative_tokens
         if most_drafts is None:
@@ -157,7 +164,7 @@ def _draft_model(fields: _Given, name: str) -> DraftModelConfig:
     sizes = fields.max_model_len, fields.draft_tensor_parallel_size
     if fields.max_model_len is not None and fields.max_model_len < 1:
         raise ConfigError(f"{OPTION}.max_model_len must be at least 1, not {fields.max_model_len}", param=OPTION)
-    return DraftModelConfig(name, fields.revision, fields.quantization, *sizes)
+    return DraftModelConfig(name, fields.revision, fields.quantization, *sizes, is_parallel=fields.parallel_drafting)
 
 
 def _suffix(fields: _Given) -> SuffixConfig:

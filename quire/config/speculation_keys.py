@@ -51,7 +51,6 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "kv_cache_dtype": ((None, "auto"), "the draft model keeps keys and values as the model does"),
         "draft_sample_method": (("greedy",), "a draft is the likeliest token"),
         "use_heterogeneous_vocab": ((False,), "both models must have one vocabulary"),
-        "parallel_drafting": ((False,), "drafts are made one behind the other"),
         "draft_load_config": ((None,), "the draft model is loaded as the model is"),
         "index_share_for_mtp_iteration": ((None, False), "each draft chooses its own keys"),
         "tensor_parallel_size": ((None,), "the key is draft_tensor_parallel_size"),

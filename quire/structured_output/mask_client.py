@@ -170,10 +170,10 @@ class MaskClient:
 
     def _add_copies(self, work: MaskWork) -> None:
         for matcher, source, wants_mask in self._copies:
-            if source.is_held:  # the process does not know it
+            if not source.is_made:
                 self._waiting.append(weakref.ref(matcher))
             elif matcher.is_held:
-                matcher.is_held = False
+                matcher.is_held, matcher.is_made = False, True
                 self._known.add(matcher.slot)
                 work.copies.append(Copy(matcher.slot, matcher.serial, source.slot, wants_mask))
                 self._miss(matcher)

@@ -82,6 +82,10 @@ class Slot:
         self.num_slow = SLOW_TOKENS if seconds > SLOW_SECONDS else 0
         self.drafts = NO_DRAFTS
         """(draft token, slot of the mask after it)."""
+        self.unanswered: deque[Task] = deque()
+        """Tasks with tokens. Only the first is queued or in progress."""
+        self.failure = ""
+        """Reason why the matcher could not start."""
 
     def note(self, seconds: float) -> None:
         if seconds > SLOW_SECONDS:
@@ -277,7 +281,10 @@ class MaskProcess:
             self._last_message = time.monotonic()
             for task in tasks:
                 task.with_mask |= is_brief
-                self._add(task)
+                if task.work is not None:
+                    task.slot.unanswered.append(task)
+                if task.work is None or task is task.slot.unanswered[0]:
+                    self._add(task)
             if self._is_asleep:
                 self._message_came.notify()
 
@@ -338,6 +345,8 @@ class MaskProcess:
         return answer
 
     def _keep(self, task: Task, done: MatcherAnswer | Masked | None) -> None:
+        if task.work is not None:
+            self._queue_after(task)
         if done is None:
             return
         if type(done) is Masked:
@@ -350,6 +359,16 @@ class MaskProcess:
                 self._add(Task(task.slot, None, mask_serial=done.serial))
         else:
             self._whole.append(done)
+
+    def _queue_after(self, task: Task) -> None:
+        """Queue the slot's task that waits for this one."""
+        unanswered = task.slot.unanswered
+        unanswered.popleft()
+        if unanswered:
+            following = unanswered[0]
+            following.is_slow |= task.is_slow or task.slot.num_slow > 0  # the slow thread wakes no other thread
+            following.with_mask |= following.is_slow
+            self._add(following)
 
     def _answer(self, task: Task, work: New | Advance, scratch: MaskScratch) -> MatcherAnswer:
         """Follow the tokens. `num_draft_masks` is -1 if the mask must be made."""
@@ -369,7 +388,8 @@ class MaskProcess:
                 started = clock()
                 slot.state = SequenceState(start, self._shape, work.mark, work.ignore_eos, work.allowed)
             state = slot.state
-            assert state is not None
+            if state is None:
+                raise UserError(slot.failure)
             answer.num_accepted = state.accept(work.tokens, consume)
             if answer.num_accepted < len(work.tokens):
                 if state.failure:
@@ -394,6 +414,8 @@ class MaskProcess:
             answer.error = error.message
         except BaseException as error:  # a panic of the native library is no Exception
             answer.error = in_one_line(explain(error))
+        if slot.state is None:
+            slot.failure = answer.error
         answer.seconds = scratch.seconds() + clock() - started
         slot.note(answer.seconds)
         answer.is_slow = slot.num_slow > 0

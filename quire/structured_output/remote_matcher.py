@@ -80,6 +80,8 @@ class RemoteMatcher:
         """Number of its last `advance`, unique among all matchers."""
         self.is_held = True
         """True while the mask process does not know it."""
+        self.is_made = False
+        """True once it can be copied in the mask process."""
         self.tokens = list(token_ids)
         """Followed tokens, as far as answered."""
         self.unanswered: tuple[Sequence[int], int, bool, Sequence[int], Sequence[int]] | None = None
@@ -174,7 +176,7 @@ class RemoteMatcher:
 
     def start_again(self, *, is_suspect: bool) -> None:
         """Forget the masks of a mask process that is gone. is_suspect: it may have ended the process."""
-        self.is_held = True
+        self.is_held, self.is_made = True, False
         if self._own_mask is None:
             self._forget_mask()
         else:
@@ -183,6 +185,7 @@ class RemoteMatcher:
             self.is_slow = True  # until the mask has come
 
     def take_answer(self, answer: MatcherAnswer) -> None:
+        self.is_made = True
         if not self._is_answered:
             self._is_answered = True
             self.num_accepted, self.forced = answer.num_accepted, answer.forced

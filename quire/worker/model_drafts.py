@@ -66,7 +66,11 @@ class ModelDrafts(HostDrafts):
         """Columns of plain texts, without adapters and images."""
         self._own_size, self._other_size = own.vocab_size, vocab_size
         self._longest = own.max_model_len
-        self._most_behind = MOST_BEHIND if all(window is None for window in own.sliding_windows) else 0
+        self._mask_token = None if config.draft_model is None else config.draft_model.mask_token
+        windows = [window for window in own.sliding_windows if window is not None]
+        self._most_behind = 0 if windows else MOST_BEHIND
+        self._most_again = min(windows, default=FRESH) - 1
+        """Most tokens before a step that have blocks in all layers."""
         self._computed = np.full(tables.num_rows, FRESH, np.int64)
         """Leading tokens of each row that the draft model has computed; right drafts add to them."""
         self._first, self._num_fed = (np.zeros(tables.num_rows, np.int64) for _ in range(2))
@@ -123,7 +127,7 @@ class ModelDrafts(HostDrafts):
 
     def _reached(self, rows: np.ndarray, starts: np.ndarray, table: np.ndarray) -> np.ndarray:
         """First position of each row that the draft model has not computed, at most `starts`, [R]."""
-        reached = np.minimum(self._computed[rows], starts)
+        reached = np.maximum(np.minimum(self._computed[rows], starts), starts - self._most_again)
         first, ends = self._first[rows], np.minimum(self._first[rows] + self._num_fed[rows], starts)
         while True:
             fed = (first <= reached) & (reached < ends)
@@ -140,6 +144,9 @@ class ModelDrafts(HostDrafts):
     ) -> None:
         """Compute known tokens (positions starts to ends - 1) of distinct rows and `counts` drafts after them; all
         [R]."""
+        if self._mask_token is not None:
+            self._guess_at_once(rows, starts, ends, counts, table)
+            return
         batch = InputBatch.of(rows, starts, ends - starts)
         guessing = np.flatnonzero(counts)
         read = batch.query_start[1:] - 1
@@ -158,6 +165,23 @@ class ModelDrafts(HostDrafts):
             if len(rows):
                 hidden = self._hidden(InputBatch.of(rows, ends + number - 1, np.ones_like(rows)), table, None)
 
+    def _guess_at_once(
+        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray, table: np.ndarray
+    ) -> None:
+        """Do the same as `_guess` in one pass over known and mask tokens. The keys of mask tokens count as not
+        computed."""
+        self._computed[rows], self._first[rows], self._num_fed[rows] = ends, ends, 0
+        sources, numbers = repeated(counts)
+        places = rows[sources], ends[sources] + numbers
+        table[places] = self._mask_token
+        lengths = ends - starts + np.maximum(counts - 1, 0)
+        batch = InputBatch.of(rows, starts, lengths)
+        read = batch.query_start[1:][sources] - counts[sources] + numbers
+        hidden = self._hidden(batch, table, read if len(read) else batch.query_start[1:] - 1)
+        if len(read):
+            tokens = self._overwrite(*places, self._likeliest(hidden))
+            table[places] = self._drafts[rows[sources], numbers] = tokens
+
     def _hidden(self, batch: InputBatch, table: np.ndarray, read: np.ndarray | None) -> torch.Tensor:
         from quire.worker.platform.cpu_inputs import prepare_inputs
 
@@ -172,3 +196,10 @@ class ModelDrafts(HostDrafts):
         logits = self._model.compute_logits(hidden)[:, : self._other_size]
         tokens: np.ndarray = logits.argmax(1).numpy()
         return tokens
+
+
+def repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Index of each count, as often as it says, and the number of each of these, from 0: [1, 2] -> [0, 1, 1], [0, 0,
+    1]."""
+    sources = np.repeat(np.arange(len(counts)), counts)
+    return sources, np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -53,12 +53,17 @@ def test_a_seed_makes_samples_reproducible(capsys: pytest.CaptureFixture[str]) -
     assert texts[0] == texts[1] != texts[2]
 
 
+def said(err: bytes) -> list[str]:
+    """Lines of stderr without those of a load that takes seconds, as on a busy machine."""
+    return [line for line in err.decode().splitlines() if "loading weights" not in line]
+
+
 def test_a_conversation_through_a_pipe() -> None:
     process = start("chat", "--max-tokens", "4", "--stats", "--ignore-eos", stdin=subprocess.PIPE)
     out, err = process.communicate(b"sort a list\nbackwards\n/exit\n", timeout=120)
     assert process.returncode == 0
     assert out
-    notes = err.decode().splitlines()
+    notes = said(err)
     assert "was not trained to chat" in notes[0]
     assert [bool(re.search(r"4 generated", note)) for note in notes[1:]] == [True, True]
 
@@ -70,7 +75,7 @@ def test_ctrl_c_is_quiet_and_leaves_nothing_running() -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == b""
+    assert said(err) == []
 
 
 @pytest.mark.long
@@ -83,7 +88,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     err = process.stderr.read()
     process.stderr.close()
     assert process.wait(timeout=60) == 0
-    assert err == b""
+    assert said(err) == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 Change = Callable[[dict[str, torch.Tensor]], None]
 GUESSED = (5, 6)
+MASK = 3
+"""Token that parallel drafts have for unknown ones."""
 
 
 def changed(source: Path, target: Path, change: Change) -> Path:
@@ -27,6 +29,14 @@ def changed(source: Path, target: Path, change: Change) -> Path:
     save_file(tensors, path)
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"vocab_size": len(tensors["lm_head.weight"])}))
+    return target
+
+
+def parallel(source: Path, target: Path) -> Path:
+    """A copy of a model whose config.json has MASK for unknown tokens, as PARD's have."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"pard_token": MASK}))
     return target
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
+from quire.worker.model_drafts import ModelDrafts
 from tests.e2e.conftest import GREEDY, Variant, exact, generate
-from tests.e2e.draft_models import changed, guesses_two_tokens, noisy, resized
+from tests.e2e.draft_models import MASK, changed, guesses_two_tokens, noisy, parallel, resized
 from tests.e2e.test_drafts import BORDERS, KINDS, PROMPTS, TORCH
 from tests.e2e.test_drafts_in_text import CONSTRAINTS, OPTIONS, Engines, engines_of
 from tests.e2e.test_drafts_in_text import KINDS as KINDS_OF_TEXT
@@ -66,6 +68,10 @@ def drafting(directory: Path, most: int = 3, **keys: Any) -> dict[str, Any]:
     return {"speculative_config": {"model": str(directory), "num_speculative_tokens": most, **keys}}
 
 
+def drafting_at_once(directory: Path, target: Path, most: int = 3) -> dict[str, Any]:
+    return drafting(parallel(directory, target), most, parallel_drafting=True)
+
+
 def counts(stats: dict[str, Any]) -> tuple[int, int]:
     """Drafts that were accepted, and all."""
     return stats["accepted_draft_tokens_total"], stats["draft_tokens_total"]
@@ -112,23 +118,73 @@ def test_in_chunks_with_few_blocks(
     assert (stats["swap_preemptions_total"] > 0) == (mode == "swap")
 
 
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
+def test_drafts_of_one_pass(pair: tuple[Variant, Path], plain: list[object], queue_depth: int, tmp_path: Path) -> None:
+    """In chunks, where blocks are few, and with prefix hits."""
+    few: dict[str, Any] = {"block_size": 8, "max_prefill_chunk": 11, "queue_depth": queue_depth}
+    few["num_blocks_override"] = FEW_BLOCKS.get((pair[0].family, pair[1].name), 34)
+    stats = check(pair, plain, **few, **drafting_at_once(pair[1], tmp_path / pair[1].name))
+    assert stats["preemptions_total"] > 0
+
+
+def test_drafts_of_one_pass_are_those_of_transformers(
+    saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is the likeliest token of the place before it, where unknown tokens are masks; in chunks and behind prefix
+    hits."""
+    saved = saved_model("llama")
+    passes = list[tuple[list[int], list[int]]]()
+    guess = ModelDrafts._guess
+
+    def noting(self: ModelDrafts, rows: Any, starts: Any, ends: Any, counts: Any, table: Any) -> None:
+        texts = [table[row, :end].tolist() for row, end in zip(rows, ends, strict=True)]
+        guess(self, rows, starts, ends, counts, table)
+        for row, text, count in zip(rows, texts, counts, strict=True):
+            passes.append((text, self._drafts[row, :count].tolist()))
+
+    monkeypatch.setattr(ModelDrafts, "_guess", noting)
+    model = Variant("llama", directory=str(saved.directory))
+    given = drafting_at_once(saved.directory, tmp_path / "llama", 4)
+    options = {"block_size": 8, "max_prefill_chunk": 11}
+    kinds = [GREEDY, SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)] * 2
+    outputs, stats = generate(model, PROMPTS[:2] + PROMPTS[:2], kinds, **given, **options)
+    assert exact(outputs) == exact(generate(model, PROMPTS[:2] + PROMPTS[:2], kinds, **options)[0])
+    assert 0 < counts(stats)[0] < counts(stats)[1]
+    reference = saved.reference
+    num_drafts = 0
+    for text, found in passes:
+        if found:
+            with torch.no_grad():
+                logits = reference(torch.tensor([text + [MASK] * (len(found) - 1)])).logits[0, -len(found) :]
+            assert logits.argmax(-1).tolist() == found
+            num_drafts += len(found)
+    assert num_drafts >= counts(stats)[1] > 20
+
+
 ALL_KINDS = [*KINDS_OF_TEXT, *CONSTRAINTS]
 CELLS = sorted((f"native-{2 - place % 2}", kind) for place, kind in enumerate(ALL_KINDS))
 CELLS += sorted((f"torch-{1 + place % 2}", kind) for place, kind in enumerate(ALL_KINDS))
 """Engines (backend and queue depth) and kinds of requests: each kind meets both backends and both depths, and both
 backends meet both depths. In torch a model takes long for each draft."""
 OFTEN = [cell for cell in CELLS if cell[0] == "native-2"]
+CELLS += [("at_once-1", kind) for kind in ALL_KINDS]
 
 
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest, bundled_model_path: Path, tmp_path_factory: Any) -> Iterator[Engines]:
     """One engine without drafts, and one whose drafts are often right: fewer where a model takes long for each."""
     backend, _, depth = request.param.partition("-")
+    at_once = backend == "at_once"
+    backend = "native" if at_once else backend
     options = {"attention_backend": backend, "queue_depth": int(depth), **OPTIONS}
-    other = changed(bundled_model_path, tmp_path_factory.mktemp("bundled") / "noisy", noisy)
+    directory = tmp_path_factory.mktemp("bundled")
+    other = changed(bundled_model_path, directory / "noisy", noisy)
+    given = drafting(other, 4 if backend == "native" else 2)
+    if at_once:
+        given = drafting_at_once(other, directory / "at_once")
     with (
         LLM(str(bundled_model_path), **options) as plain,
-        LLM(str(bundled_model_path), **drafting(other, 4 if backend == "native" else 2), **options) as llm,
+        LLM(str(bundled_model_path), **given, **options) as llm,
     ):
         yield engines_of(plain, llm, backend)
 

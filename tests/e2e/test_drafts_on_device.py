@@ -15,7 +15,7 @@ from quire.config.options import EngineOptions
 from quire.worker.graph_dispatch import Execution
 from tests.e2e.conftest import GREEDY, exact
 from tests.e2e.device_models import MODELS
-from tests.e2e.draft_models import changed, guesses_two_tokens
+from tests.e2e.draft_models import changed, guesses_two_tokens, parallel
 from tests.e2e.test_drafts import KINDS, NGRAM, PROMPTS
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
@@ -103,6 +103,40 @@ def test_a_model_makes_drafts(
     directory: str, drafting: dict[str, Any], num_kinds: int, preempts: bool, queue_depth: int
 ) -> None:
     check(directory, num_kinds, preempts, queue_depth, drafting["speculative_config"])
+
+
+@pytest.fixture(scope="module")
+def drafting_at_once(drafting: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    given = drafting["speculative_config"]
+    other = parallel(Path(given["model"]), tmp_path_factory.mktemp("at_once") / "model")
+    return {**given, "model": str(other), "parallel_drafting": True}
+
+
+@pytest.mark.parametrize(
+    ("num_kinds", "preempts", "queue_depth"),
+    all_but_long([(2, True, 2), (6, False, 1), (6, True, 2)], [(2, True, 2)]),
+)
+def test_a_model_makes_drafts_in_one_pass(
+    directory: str, drafting_at_once: dict[str, Any], num_kinds: int, preempts: bool, queue_depth: int
+) -> None:
+    check(directory, num_kinds, preempts, queue_depth, drafting_at_once)
+
+
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
+def test_drafts_of_one_pass_are_those_of_a_cpu(directory: str, queue_depth: int, tmp_path: Path) -> None:
+    """As many are right, at the same places: in chunks, and behind a prefix hit."""
+    prompts, asked = [PROMPTS[0], PROMPTS[0], PROMPTS[1]], [msgspec.structs.replace(GREEDY, max_tokens=40)] * 3
+    other = parallel(Path(directory), tmp_path / "model")
+    given = {"model": str(other), "num_speculative_tokens": 4, "adaptive": False, "parallel_drafting": True}
+    options = {"speculative_config": given, "queue_depth": queue_depth, "max_prefill_chunk": 11}
+    found, stats = run(directory, asked, prompts=prompts, **options)
+    with LLM(directory, **{**OPTIONS, **options}) as llm:
+        expected = exact(llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False))
+        of_cpu = llm.stats()
+    assert [tokens[0] for tokens in found] == [tokens[0] for tokens in expected]
+    names = "accepted_drafts_by_position", "draft_tokens_total", "prefix_cache_hits_total"
+    assert [stats[name] for name in names] == [of_cpu[name] for name in names]
+    assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
 
 
 @pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
@@ -198,7 +232,7 @@ def small_model(saved_model: Callable[[str], SavedModel], tmp_path_factory: Any)
 
 OF_MODELS = {"full": "full", "latent": "full", "mixed": "mixed", "qwen3.5-small-states": "full"}
 """Models, and of which others make drafts for them."""
-CELLS = [(name, "ngram") for name in OF_MODELS] + [(name, "model") for name in OF_MODELS]
+CELLS = [(name, method) for method in ("ngram", "model") for name in OF_MODELS] + [("full", "at_once")]
 
 
 @pytest.mark.parametrize(("name", "method"), all_but_long(CELLS, [("full", "ngram")]))
@@ -206,12 +240,15 @@ def test_graphs_of_drafts_change_no_bit(
     name: str, method: str, small_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Triton's kernels, interpreted, without drafts and with them: eager, in full graphs of one row and of one row and
-    drafts, and in pieces, beside prompts. A model that makes drafts has full graphs of one row and of two."""
+    drafts, and in pieces, beside prompts. A model that makes drafts has full graphs of one row and of two, or of
+    all rows of a pass that makes drafts at once."""
     directory, given = str(small_model(name)), NGRAM
     options = {"batch_invariant": True, "max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 32}
-    if method == "model":
+    if method != "ngram":
         other = changed(small_model(OF_MODELS[name]), tmp_path / "guesses", guesses_two_tokens)
         given = {"model": str(other), "num_speculative_tokens": 3}
+    if method == "at_once":
+        given |= {"model": str(parallel(Path(given["model"]), tmp_path / "at_once")), "parallel_drafting": True}
     prompts = [[7, 5, 7, 5, 7], [9, 8, 6]]
     expected = run_plainly(directory, SHORT, EAGER, prompts, **options)
     for executor in (EAGER, GRAPHS):
@@ -226,6 +263,7 @@ def test_graphs_of_drafts_change_no_bit(
                 assert exact(llm.generate(asked, SHORT, use_tqdm=False)) == expected
                 assert {each.kind for each in compute.passes._captured} == {"full", "piecewise"}
                 assert compute.passes._captured[PAIR].graph.num_replays > 0
-                if method == "model":
+                if method != "ngram":
+                    sizes = (2, 4) if method == "model" else (12,)
                     replays = compute.columns.drafts._passes.runner._captured
-                    assert all(replays[Execution("full", count, 2)].graph.num_replays > 0 for count in (2, 4))
+                    assert all(replays[Execution("full", count, 2)].graph.num_replays > 0 for count in sizes)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from tests.e2e.draft_models import changed, guesses_two_tokens
+from tests.e2e.draft_models import changed, guesses_two_tokens, parallel
 from tests.gpu.conftest import complete, generate, open_engine, tokens, with_graphs
 from tests.gpu.test_synchronising import no_synchronising
 from tests.models.conftest import SavedModel
@@ -73,6 +73,14 @@ def test_a_model_makes_drafts(name: str, options: dict[str, Any], saved_model: S
     other = changed(saved_model("llama").directory, tmp_path / "other", guesses_two_tokens)
     given = {"model": str(other), "num_speculative_tokens": 3}
     compare(saved_model(name).directory, given, INVARIANT | options)
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, with_graphs("full_and_piecewise")], ids=str)
+def test_a_model_makes_drafts_in_one_pass(options: dict[str, Any], saved_model: SavedModels, tmp_path: Path) -> None:
+    directory = saved_model("llama").directory
+    other = parallel(changed(directory, tmp_path / "other", guesses_two_tokens), tmp_path / "parallel")
+    given = {"model": str(other), "num_speculative_tokens": 3, "parallel_drafting": True}
+    compare(directory, given, INVARIANT | options)
 
 
 @cache

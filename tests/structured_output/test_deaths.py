@@ -148,6 +148,20 @@ def test_a_mask_process_that_is_killed_or_stopped_is_replaced(
     goes_on(service, copy, 39)
 
 
+def test_a_copy_of_a_sequence_that_the_new_process_does_not_follow_yet(service: ConstraintService) -> None:
+    [matcher] = running(service, 1)
+    before = service.masks.connection
+    os.kill(masks_process(service), signal.SIGKILL)
+    wait_until(service, lambda: service.masks.connection is not before)
+    service.flush()
+    again = service.masks.connection
+    copy = matcher.copy()
+    settle(service, matcher, copy)
+    for each in (matcher, copy):
+        goes_on(service, each, 39)
+    assert service.masks.connection is again
+
+
 def test_masks_are_made_again_for_sequences_that_had_one(service: ConstraintService) -> None:
     matchers = running(service, 3)
     masks = [matcher.mask() for matcher in matchers]

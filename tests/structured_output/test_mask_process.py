@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from quire.structured_output.mask_memory import MaskMemory, MaskScratch, make_memory
-from quire.structured_output.mask_process import Compiled, MaskProcess, consume_here
-from quire.structured_output.messages import Advance, Done, Grammar, MaskWork, New
+from quire.structured_output.mask_process import SLOW_SECONDS, SLOW_THREAD, Compiled, MaskProcess, consume_here
+from quire.structured_output.messages import Advance, Done, Grammar, MaskWork, MatcherAnswer, New
 from quire.structured_output.sequence_state import MaskShape, SequenceState
 from quire.structured_output.vocabulary import make_vocabulary
 from quire.tokenization.tokenizer import load_tokenizer
@@ -87,5 +87,46 @@ def test_masks_behind_drafts(mark: list[str], drafts: str, count: int) -> None:
         state.accept([token_id], consume_here)
         state.write_mask(scratch.view, scratch.address)
         assert memory.read(slot, shape.num_bytes) == bytes(scratch.view[: shape.num_bytes])
+    core.close()
+    end.close()
+
+
+@pytest.mark.parametrize("num_messages", [1, 2])
+@pytest.mark.parametrize("grammar", ["start: /[abc]{2,4}/", "start: nothing"])
+def test_tokens_wait_for_a_matcher_that_starts_slowly(grammar: str, num_messages: int) -> None:
+    """A process that replaces another gets both at once; a grammar that fails gives its own reason."""
+    tokenizer = load_tokenizer("bundled")
+    core, end = socket.socketpair()
+    shape, memory = MaskShape.of(VOCAB_SIZE, ENDS), MaskMemory(make_memory(), VOCAB_SIZE)
+    process = MaskProcess(end, memory, make_vocabulary(tokenizer, VOCAB_SIZE, ENDS), shape)
+    scratch = MaskScratch(shape.num_written)
+    news = [New(0, 1, 0, 0, [], [], False, None)]
+    advances = [Advance(0, 2, [tokenizer.encode("b")[-1]], 0, False, [], [])]
+    work = MaskWork(4, [], [], [Grammar(0, grammar, 10 * SLOW_SECONDS, 0.0)], [], news, [])
+    if num_messages == 1:
+        work.advances = advances
+        core.sendall(encode_frame(work))
+    else:
+        core.sendall(encode_frame(work) + encode_frame(MaskWork(4, [], [], [], [], [], advances)))
+    process._turn(0, scratch)
+    assert not process._firsts
+    assert not process._masks
+    for _ in range(2):
+        process._slow_turn(SLOW_THREAD, scratch)
+    core.settimeout(10)
+    answers = list[MatcherAnswer]()
+    data = b""
+    while len(answers) < 2:
+        data += core.recv(2**16)
+        while data:
+            size = HEADER.size + HEADER.unpack_from(data)[0]
+            answers += msgspec.msgpack.decode(data[HEADER.size : size], type=Done).answers
+            data = data[size:]
+    assert [answer.serial for answer in answers] == [1, 2]
+    if grammar == "start: nothing":
+        assert "nothing" in answers[0].error
+        assert answers[1].error == answers[0].error
+    else:
+        assert [(answer.error, answer.num_accepted) for answer in answers] == [("", 0), ("", 1)]
     core.close()
     end.close()

@@ -182,7 +182,10 @@ class CudaPlatform:
 
     @property
     def _draft_settings(self) -> ExecutionSettings:
-        return replace(self._settings, piecewise_sizes=(), draft_rows=MOST_ROWS, adapts=False)
+        chosen, rows = self._config.speculation.draft_model, MOST_ROWS
+        if chosen is not None and chosen.mask_token is not None:
+            rows = 2 * self._config.speculation.max_drafts  # accepted drafts, the last token, masks
+        return replace(self._settings, piecewise_sizes=(), draft_rows=rows, adapts=False)
 
     @property
     def _draft_group(self) -> ProcessGroup:
@@ -350,7 +353,8 @@ class CudaPlatform:
             tables, own_size = replace(tables, token_shift=1), self._config.model.vocab_size
         backends = self.make_backends(own_layout, pages, own, group)
         backends = backends._replace(states=StateBackend(own_layout, {}))
-        sizes = self._padded(settings, scheduler.max_num_batched_tokens + num_rows * MOST_BEHIND)
+        most_behind = MOST_BEHIND + 2 * speculation.max_drafts
+        sizes = self._padded(settings, scheduler.max_num_batched_tokens + num_rows * most_behind)
         passes = DraftPasses(
             self._make_passes(draft.model, own, backends, settings, capture, group),
             DeviceInputs(arena, layout.block_size, *sizes, names, tables),
@@ -358,7 +362,7 @@ class CudaPlatform:
             own_size,
             self._config.model.vocab_size,
             own.max_model_len,
-            any(window is not None for window in own.sliding_windows),
+            min((window for window in own.sliding_windows if window is not None), default=None),
         )
         if head is not None:
             return DeviceHeadDrafts(arena, speculation, depth, passes, num_rows, head, has_states=has_states)

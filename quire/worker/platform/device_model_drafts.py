@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from quire.config.speculation import SpeculationConfig
-from quire.kernels.triton.model_drafts import begin_pass, write_guesses
+from quire.kernels.triton.model_drafts import begin_pass, write_behind, write_guesses
 from quire.kernels.triton.rows import StepColumns
 from quire.models.interface import CausalLM
 from quire.sampling.results import Deferred, ready
@@ -20,11 +20,11 @@ from quire.step import StepPlan
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends
 from quire.worker.graph_dispatch import choose_execution
 from quire.worker.input_batch import InputBatch
-from quire.worker.model_drafts import MOST_BEHIND
+from quire.worker.model_drafts import MOST_BEHIND, repeated
 from quire.worker.platform.device_drafts import DeviceDrafts, DraftSections, PassSections
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.state_arena import StateArena
-from quire.worker.platform.upload import Upload
+from quire.worker.platform.upload import Section, Upload
 from quire.worker.sample_rows import SampleRows
 from quire.worker.warm_up import warm_up_attention
 
@@ -34,7 +34,7 @@ MOST_ROWS = 2
 
 class DraftPasses(NamedTuple):
     """Passes of a draft model over the rows of a device. own_size, other_size: vocabularies of the draft model and of
-    the main one. longest: maximum tokens of a sequence. is_windowed: some layers see a window."""
+    the main one. longest: maximum tokens of a sequence. window: shortest window of its layers (None: all see all)."""
 
     runner: CudaGraphRunner
     inputs: DeviceInputs
@@ -42,7 +42,7 @@ class DraftPasses(NamedTuple):
     own_size: int
     other_size: int
     longest: int
-    is_windowed: bool
+    window: int | None
 
     @property
     def model(self) -> CausalLM:
@@ -134,7 +134,11 @@ class DeviceModelDrafts(MadeDrafts):
         has_states: bool,
     ) -> None:
         super().__init__(arena, config, queue_depth, passes, num_rows, has_states=has_states)
-        self._most_behind = 0 if passes.is_windowed else MOST_BEHIND
+        self._most_behind = MOST_BEHIND if passes.window is None else 0
+        self._mask_token = None if config.draft_model is None else config.draft_model.mask_token
+        """Token of parallel drafts for unknown ones; None: drafts are made one behind the other."""
+        most_masks = 0 if self._mask_token is None else num_rows * config.max_drafts
+        self._masks = torch.full((most_masks,), self._mask_token or 0, device=arena.words.device)
         self._behind = np.zeros(num_rows, np.int64)
         """Maximum tokens before a row's next step that the draft model lacks."""
         self._copied: list[tuple[int, int]] = []
@@ -161,8 +165,9 @@ class DeviceModelDrafts(MadeDrafts):
         missing = self._behind[batch.rows] + num_known
         is_due = (wanted > 0) | (missing > self._most_behind) | (num_known > 1)
         is_due &= ends <= self._passes.longest
-        # A step adds its accepted drafts and one token; of these the draft model has all but the last two.
-        self._behind[batch.rows] = np.where(is_due, (wanted > 0).astype(np.int64), missing)
+        # A step adds its accepted drafts and one token; of these the draft model has all but the last two, or none.
+        again = (wanted > 0).astype(np.int64) if self._mask_token is None else self._again(wanted)
+        self._behind[batch.rows] = np.where(is_due, again, missing)
         computed = set(batch.rows.tolist())
         for source, destination in self._copied:
             if source in computed and destination not in computed:  # sampled from the source's last token
@@ -173,12 +178,26 @@ class DeviceModelDrafts(MadeDrafts):
             return None
         due = due[np.argsort(-wanted[due], kind="stable")]
         counts, ends, wanted = np.minimum(missing, ends - pending)[due], ends[due], wanted[due]
-        own = InputBatch.of(batch.rows[due], ends - counts, counts)
-        return self._stage_guesses(own, due, wanted, upload)
+        if self._mask_token is None:
+            own = InputBatch.of(batch.rows[due], ends - counts, counts)
+            return self._stage_guesses(own, due, wanted, upload)
+        own = InputBatch.of(batch.rows[due], ends - counts, counts + np.maximum(wanted - 1, 0))
+        guessing, numbers = repeated(wanted)
+        read = own.query_start[1:][guessing] - wanted[guessing] + numbers if len(guessing) else own.query_start[1:2] - 1
+        columns = [upload.add(column) for column in (own.rows, due, own.query_start, read, guessing, numbers)]
+        return PassSections(own, columns, [len(guessing)])
+
+    def _again(self, num_drafts: np.ndarray) -> np.ndarray:
+        """Most accepted drafts of a step whose keys the next pass computes, as far as all layers have blocks."""
+        window = self._passes.window
+        return num_drafts if window is None else np.minimum(num_drafts, window - 1)
 
     def make(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
         made = sections.made
         if made is None:
+            return
+        if self._mask_token is not None:
+            self._make_at_once(columns, sections.placed[0], made, upload)
             return
         arena, passes = self._arena, self._passes
         rows, sources, query_start, read = map(upload.view, made.columns)
@@ -194,9 +213,28 @@ class DeviceModelDrafts(MadeDrafts):
                 next_columns = StepColumns(rows[:more], starts[:more], self._counting[: more + 1])
                 hidden = passes.run(batch, next_columns, None)
 
+    def _make_at_once(self, columns: StepColumns, num_drafts: Section, made: PassSections, upload: Upload) -> None:
+        arena, passes = self._arena, self._passes
+        rows, sources, query_start, read, *where = map(upload.view, made.columns)
+        starts, ends = begin_pass(columns, upload.view(num_drafts), sources, query_start, has_masks=True)
+        sequences, [num_guesses] = (rows, ends), made.num_guessing
+        if num_guesses:
+            places = where[0], where[1]
+            write_behind(arena.words, arena.drafts, sequences, places, self._masks[:num_guesses], has_texts=False)
+        hidden = passes.run(made.batch, StepColumns(rows, starts, query_start), read)
+        if num_guesses:
+            guesses = passes.likeliest(hidden[:num_guesses])
+            write_behind(arena.words, arena.drafts, sequences, places, guesses, has_texts=True)
+
     def prepare(self, max_num_tokens: int) -> None:
         arena, pair = self._arena, self._counting[:2]
         one = pair[:1]
         starts, ends = begin_pass(StepColumns(one, one, pair), one, one, pair)
-        write_guesses(arena.words, arena.drafts, one, ends, torch.zeros_like(one).long(), starts, 0)
+        token = torch.zeros_like(one).long()
+        if self._mask_token is None:
+            write_guesses(arena.words, arena.drafts, one, ends, token, starts, 0)
+        else:
+            begin_pass(StepColumns(one, one, pair), one, one, pair, has_masks=True)
+            for has_texts in (False, True):
+                write_behind(arena.words, arena.drafts, (one, ends), (one, one), token, has_texts=has_texts)
         self._passes.prepare(len(self._behind), max_num_tokens)

@@ -17,7 +17,7 @@ import torch
 from quire.config.speculation import SpeculationConfig
 from quire.sampling.results import Deferred, ready
 from quire.step import StepPlan
-from quire.worker.drafts import Accepted, Placed
+from quire.worker.drafts import PATIENCE, STRIDE, Accepted, Placed
 from quire.worker.finders import Finder
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.device_drafts import DeviceDrafts, DraftSections, Proposal
@@ -64,12 +64,17 @@ class HostTexts:
         self.are_followed[row] = False
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
-        if position > self.known[row]:
-            self.are_followed[row] = False  # tokens between are on the device alone
+        if position > self.known[row] or (position == self.known[row] and self._is_sampled(row)):
+            self.are_followed[row] = False  # tokens before these are on the device alone
             return
         self._write(row, position, token_ids)
         if self.are_followed[row]:
             self.finder.rewrite(row, position)
+
+    def _is_sampled(self, row: int) -> bool:
+        """True if the row has a sample that is not in its text yet."""
+        owner = self.owners[row]
+        return any(step is not None and bool(np.any(step.owners[step.rows == row] == owner)) for step in self.unread)
 
     def _write(self, row: int, position: int, token_ids: Sequence[int]) -> None:
         end = position + len(token_ids)
@@ -142,6 +147,8 @@ class DeviceTextDrafts(DeviceDrafts):
         rows."""
         self._is_looked_up = False
         """True if the coming step's paths are there."""
+        self._num_fruitless = self._num_skipped = 0
+        """See HostDrafts."""
 
     def forget(self, row: int) -> None:
         self._texts.forget(row)
@@ -163,8 +170,15 @@ class DeviceTextDrafts(DeviceDrafts):
             if step is not None:
                 self._num_ahead[step.rows] += texts.owners[step.rows] == step.owners
         rows = rows[texts.are_followed[rows]]
-        if len(rows):
-            texts.finder.find_drafts(texts.table, rows, texts.known[rows], self._paths, self._lengths)
+        if not len(rows):
+            return
+        if self._num_skipped:
+            self._num_skipped -= 1
+        elif texts.finder.find_drafts(texts.table, rows, texts.known[rows], self._paths, self._lengths):
+            self._num_fruitless = 0
+        else:
+            self._num_fruitless += 1
+            self._num_skipped = STRIDE - 1 if self._num_fruitless >= PATIENCE else 0
 
     def _proposal(self, plan: StepPlan, seq_id: int, row: int) -> Proposal | None:
         given, length = super()._proposal(plan, seq_id, row), int(self._lengths[row])

@@ -71,7 +71,7 @@ from quire.kernels.triton.encoder_attention import attend_both_ways
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
-from quire.kernels.triton.model_drafts import begin_pass, last_tokens, write_guesses
+from quire.kernels.triton.model_drafts import begin_pass, last_tokens, write_behind, write_guesses
 from quire.kernels.triton.norm import norm, sum_parts
 from quire.kernels.triton.quantized_product import quantized_matmul
 from quire.kernels.triton.rotary import rotation_angles
@@ -236,7 +236,10 @@ def row_calls() -> Calls:
         lambda: place_drafts(int32(10**6), drafts, placed, given, int32(5), 4),
         lambda: accept_drafts(int32(10**6), drafts, int32(9, 2), samples, int64(9)),
         lambda: find_drafts(int32(10**6), drafts, (int32(9), int32(6), int32(5)), (1, 4)),
-        lambda: begin_pass(columns, int32(5), int32(4), int32(5)),
+        *(partial(begin_pass, columns, int32(5), int32(4), int32(5), has_masks=masks) for masks in (False, True)),
+        lambda: write_behind(
+            int32(10**6), drafts, (int32(5), int32(5)), (int32(4), int32(4)), int64(4), has_texts=False
+        ),
         lambda: write_guesses(int32(10**6), drafts, int32(5), int32(5), int64(4), int32(5), 1),
         lambda: last_tokens(int32(10**6), drafts, columns, int32(5)),
         lambda: recall_drafts(int32(10**6), drafts, (int32(9), int32(6), int32(5))),

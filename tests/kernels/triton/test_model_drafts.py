@@ -7,22 +7,24 @@ import pytest
 import torch
 
 from quire.kernels.triton.drafts import DraftTables
-from quire.kernels.triton.model_drafts import SEQUENCES, begin_pass, last_tokens, write_guesses
+from quire.kernels.triton.model_drafts import SEQUENCES, begin_pass, last_tokens, write_behind, write_guesses
 from quire.kernels.triton.rows import StepColumns
 from tests.kernels.triton.test_drafts import NUM_ROWS, TOKEN_WIDTH, random_arena, tables, words
 
 
-@pytest.mark.parametrize("num_passed", [1, SEQUENCES + 2])
-def test_where_a_pass_begins(num_passed: int, device: torch.device) -> None:
-    """Some of a step's sequences, in another order, of which each brings its last known tokens."""
+@pytest.mark.parametrize(("num_passed", "has_masks"), [(1, True), (SEQUENCES + 2, False), (SEQUENCES + 2, True)])
+def test_where_a_pass_begins(num_passed: int, has_masks: bool, device: torch.device) -> None:
+    """Some of a step's sequences, in another order, of which each brings its last known tokens, and perhaps masks."""
     rng = np.random.default_rng(num_passed)
     num_seqs = SEQUENCES + 5
     starts, num_drafts = rng.integers(20, 40, num_seqs), rng.integers(0, 4, num_seqs)
     counts, own = num_drafts + rng.integers(1, 9, num_seqs), rng.integers(1, 12, num_passed)
     sources = rng.permutation(num_seqs)[:num_passed]
-    query_start, own_start = (np.concatenate(([0], np.cumsum(each))) for each in (counts, own))
+    masks = np.maximum(num_drafts[sources] - 1, 0) if has_masks else 0
+    query_start, own_start = (np.concatenate(([0], np.cumsum(each))) for each in (counts, own + masks))
     columns = StepColumns(*(words(each, device) for each in (range(num_seqs), starts, query_start)))
-    found = begin_pass(columns, *(words(each, device) for each in (num_drafts, sources, own_start)))
+    given = (words(each, device) for each in (num_drafts, sources, own_start))
+    found = begin_pass(columns, *given, has_masks=has_masks)
     ends = [starts[each] + counts[each] - num_drafts[each] for each in sources]
     assert found[1].tolist() == ends
     assert found[0].tolist() == [end - count for end, count in zip(ends, own, strict=True)]
@@ -50,6 +52,32 @@ def test_writing_guesses(num_guesses: int, has_texts: bool, device: torch.device
         expected_starts[index] = ends[index] + place
     assert arena.tolist() == expected.tolist()
     assert starts.tolist() == expected_starts.tolist()
+
+
+@pytest.mark.parametrize("has_texts", [False, True])
+def test_writing_behind_known_tokens(has_texts: bool, device: torch.device) -> None:
+    """Several tokens of a row at once, none of others. An oracle's tokens come first where it knows some."""
+    rng = np.random.default_rng(3)
+    texts = NUM_ROWS * TOKEN_WIDTH + 7
+    before = rng.integers(-3, 5, texts + NUM_ROWS * TOKEN_WIDTH).clip(-1).astype(np.int32)
+    rows, ends = rng.permutation(NUM_ROWS), rng.integers(5, TOKEN_WIDTH - 4, NUM_ROWS)
+    sources, places = np.divmod(rng.permutation(NUM_ROWS * 4)[: SEQUENCES + 2], 4)
+    tokens = rng.integers(10, 90, len(sources))
+    arena = words(before, device)
+    write_behind(
+        arena,
+        DraftTables(TOKEN_WIDTH, texts, texts, 3, texts),
+        (words(rows, device), words(ends, device)),
+        (words(sources, device), words(places, device)),
+        torch.tensor(tokens, device=device),
+        has_texts=has_texts,
+    )
+    expected = before.copy()
+    for source, place, token in zip(sources, places, tokens, strict=True):
+        at = rows[source] * TOKEN_WIDTH + ends[source] + place
+        known = before[texts + at] if has_texts else -1
+        expected[at] = known if known >= 0 else token
+    assert arena.tolist() == expected.tolist()
 
 
 def test_last_tokens_that_stay(device: torch.device) -> None:

@@ -76,6 +76,11 @@ def test_rows_with_unknown_tokens_are_not_followed() -> None:
     assert not texts.are_followed[1]
     assert text(texts, 1) == [5, 6, 7]
     begin(texts, 0, [1, 2])
+    texts.unread.append(sampled(texts, 0, [3]))
+    texts.write_tokens(0, 2, [4])  # a beam's token, in place of the sampled one
+    assert not texts.are_followed[0]
+    texts.learn()
+    begin(texts, 0, [1, 2])
     texts.unread.append(sampled(texts, 0, None))
     texts.learn()
     assert not texts.are_followed[0]
