@@ -66,7 +66,7 @@ class OfflineEngine:
         return SamplingParams(**self.model_config.sampling_defaults)
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters and gauges (`EngineStats`) and the shares computed from them (`shares`)."""
+        """Engine's counters and gauges (`EngineStats`) and the shares computed from them (`shares`)."""
         with self._busy:
             stats = self._call("stats")
         assert isinstance(stats, EngineStats)

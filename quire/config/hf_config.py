@@ -1,5 +1,3 @@
-"""ModelConfig of a model's name: find or fetch directory or GGUF file, read and check the configuration."""
-
 from __future__ import annotations
 
 import json

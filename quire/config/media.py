@@ -16,7 +16,6 @@ MAX_IMAGES = 999
 MAX_VIDEOS = 4
 """Its default for videos, each of which may take a minute to decode."""
 MOST_FRAMES = 2**15
-"""Maximum frames of a video."""
 CACHE_GIB = 1.0
 OTHER_MEDIA = ("video", "audio", "vision_chunk")
 WHITE = (255, 255, 255)

@@ -261,7 +261,7 @@ class BeamSearch:
 
 
 class BlockSharing(Protocol):
-    """The part of KVCacheManager by which beams fork and free blocks."""
+    """Part of KVCacheManager by which beams fork and free blocks."""
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable: ...
 

@@ -1,5 +1,3 @@
-"""Request and its sequences in the scheduler: tokens, counters, and handles to KV blocks."""
-
 from __future__ import annotations
 
 import enum

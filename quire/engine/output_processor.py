@@ -1,5 +1,5 @@
-"""Conversion of the core's tokens into outputs for callers: text, logprobs, stop strings (which abort sequences in the
-core), metrics. One processor per engine client, on one thread."""
+"""Conversion of the core's tokens into callers' outputs: text, logprobs, stop strings, metrics. One processor per
+engine client, on one thread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Streams of outputs to asyncio consumers, and delivery of one core message to them."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Questions among the processes of a server: a session asks a service of the parent, or another session."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +14,7 @@ logger = get_logger(__name__)
 
 class Exchange:
     """Parent process's half of questions between server processes: forwards questions and answers without keeping
-    state. Such as texts of stored answers."""
+    state."""
 
     def __init__(
         self, services: Mapping[str, Callable[[int, bytes], bytes]], send: Callable[[int, Ask | QuestionAnswer], bool]

@@ -15,7 +15,6 @@ LEVELS = {"1": 1, "2": 2}
 PARTS = ("weights", "kv_cache")
 """Parts of an engine that sleep, in their order of waking."""
 SCOPES = ("new", "all")
-"""Scopes of a pause."""
 
 
 def part_of(tags: Collection[str] | None) -> str:
@@ -31,7 +30,7 @@ class Cache(Protocol):
 
 
 class Requests(Protocol):
-    """The part of the scheduler (requests, registered prefixes) that Sleep and Pause use."""
+    """Part of the scheduler (requests, registered prefixes) that Sleep and Pause use."""
 
     @property
     def kv(self) -> Cache: ...

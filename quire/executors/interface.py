@@ -1,5 +1,3 @@
-"""Interface between the engine core and the executor, which runs the model on one or more workers."""
-
 from __future__ import annotations
 
 import math

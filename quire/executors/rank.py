@@ -186,7 +186,7 @@ class Rank:
         return self._launched
 
     def _own_part(self, result: StepResult) -> StepResult:
-        """The part of a result that the first sampling rank does not send, with a checksum of its samples."""
+        """Part of a result that the first sampling rank does not send, with a checksum of its samples."""
         checksum = zlib.crc32(self._results.encode((result.token_ids, result.pooled)))
         if self._answers_in_full:
             result.checksum = checksum

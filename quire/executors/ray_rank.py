@@ -1,4 +1,4 @@
-"""Actor of one rank: an executor in a process that Ray starts on a node."""
+"""Actor of one rank, which Ray starts on a node."""
 
 from __future__ import annotations
 

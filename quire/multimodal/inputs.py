@@ -174,9 +174,9 @@ class ImageInputs:
     def place(
         self, token_ids: list[int], media: Sequence[ReadyMedium], where: str
     ) -> tuple[list[int], list[PromptImage]]:
-        """Return the prompt with a placeholder for each token of each image and video, and the placed images and parts
-        of videos. token_ids: prompt with one placeholder per image, with all, or with one mark per image; for videos
-        see VideoMarks. Raises UserError for placeholders that do not match."""
+        """Prompt with a placeholder for each token of each image and video, and the placed images and parts of videos.
+        token_ids: prompt with one placeholder per image, with all, or with one mark per image; for videos see
+        VideoMarks. Raises UserError for placeholders that do not match."""
         images = [each for each in media if isinstance(each, ReadyImage)]
         videos = [each for each in media if isinstance(each, ReadyVideo)]
         if self.videos is not None:

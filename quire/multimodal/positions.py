@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 LAST_SEEN = "last_seen"
 """Step column where images' tokens see one another: position of the last token that each sees."""
 ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
-"""Step columns of rotary positions."""
 
 
 def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple[int, bytes]]:

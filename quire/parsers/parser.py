@@ -42,7 +42,7 @@ class OutputParser:
         return self._output.num_calls
 
     def feed(self, text: str, *, is_last: bool = False) -> OutputDelta:
-        """Return the output that this text makes certain. is_last: also the text held back."""
+        """Output that this text makes certain. is_last: also the text held back."""
         if text:
             self._reader.push(text)
             self._advance()

@@ -21,7 +21,6 @@ from quire.quantization.quantized_weight import (
 )
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values by code."""
 MX_GROUP, NV_GROUP = 32, 16
 NAN_SIZE = 0x7F
 """E4m3 NaN code, without its sign."""
@@ -35,7 +34,7 @@ class Float8Weight(QuantizedWeight):
     """w[n, k] = scales[n, k // group_size] * values[n, k].
 
     values: [N, K] float8_e4m3fn. scales: [N, G] float32, G = K / group_size rounded up. The constructor raises
-    ModelLoadError for parts that do not fit together, and for values and scales that are not finite.
+    ModelLoadError for parts that do not fit, and for values and scales that are not finite.
     """
 
     values: torch.Tensor
@@ -76,7 +75,7 @@ class Float4Weight(QuantizedWeight):
     pairs: [N, K / 2 rounded up] uint8, the first code of two in the lower half. num_columns: K. scale_codes: for MXFP4
     (row_scales is None) [N, K / 32 rounded up] uint8 e8m0 exponents, scale = 2 ** (code - 127); for NVFP4 [N, K / 16
     rounded up], bits of e4m3 numbers, multiplied by row_scales, [N] float32. Raises ModelLoadError for parts that do
-    not fit together, and infinite scales.
+    not fit, and infinite scales.
     """
 
     pairs: torch.Tensor

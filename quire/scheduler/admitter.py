@@ -94,7 +94,7 @@ class Admitter:
         return preemption
 
     def _first_ready(self, reserved: Reservations, now: float) -> Request | None:
-        """The first waiting request, if it may start. While background requests run, the first that may start behind
+        """First waiting request, if it may start. While background requests run, the first that may start behind
         deferred live ones, whose needs are reserved."""
         first, running = self._waiting.first, self._running.sequences
         if first is None or not (self._is_held(first) or is_deferred(first, now)):

@@ -29,7 +29,6 @@ class Wanted:
         """Image; None: the workers have its pixels."""
         self.requests: dict[Request, None] = {}
         self.num_layers = 0
-        """Ordered layers."""
 
     @property
     def order_key(self) -> OrderKey | None:

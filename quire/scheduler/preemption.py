@@ -128,7 +128,7 @@ class PreemptionPlan(NamedTuple):
     num_tokens: int
     """Tokens of the step that running sequences behind the request leave to it."""
     order_key: OrderKey | None = None
-    """The request's place in the order."""
+    """Request's place in the order."""
 
 
 NO_PREEMPTION = PreemptionPlan([], 0)

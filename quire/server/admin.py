@@ -46,7 +46,7 @@ class ReplicaState(msgspec.Struct):
 
 
 class PrefixCacheReset(msgspec.Struct):
-    """num_blocks: blocks that held a prefix."""
+    """Answer of POST /reset_prefix_cache. num_blocks: blocks that held a prefix."""
 
     status: str
     num_blocks: int
@@ -68,7 +68,8 @@ class AbortRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class ServerInfo(msgspec.Struct):
-    """config: engine's configuration; text on request. start_seconds: duration of each phase of the start."""
+    """Answer of GET /server_info. config: engine's configuration; text on request. start_seconds: duration of each
+    phase of the start."""
 
     version: str
     config: dict[str, Any] | str

@@ -91,7 +91,8 @@ def serve_with_processes(
 
 @dataclass(slots=True)
 class _Process:
-    """num_given: connections handed over. num_stopped: successive checks that found the process stopped."""
+    """One API process as its parent sees it. num_given: connections handed over. num_stopped: successive checks that
+    found the process stopped."""
 
     slot: int
     session: int

@@ -68,7 +68,7 @@ class Pace:
 
 @dataclass
 class BatchCounts:
-    """num_malformed: failed lines that were not requests."""
+    """Numbers of lines by outcome, for the batch's report. num_malformed: failed lines that were not requests."""
 
     num_answered: int = 0
     num_failed: int = 0
@@ -207,7 +207,7 @@ def _json_line(content: bytes) -> bytes | None:
 
 
 async def _ask(client: httpx.AsyncClient, request: _Asked, pace: Pace) -> httpx.Response:
-    """Send the request until its answer stands."""
+    """Send a line's request to the application, again while it is refused for now."""
     while True:
         async with pace.places or contextlib.nullcontext():
             answer = await client.post(

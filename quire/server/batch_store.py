@@ -92,7 +92,7 @@ class KnownBatch(NamedTuple):
 
 
 class Batches:
-    """Batches of one key."""
+    """Batches of one key on disk, for the routes and the runner."""
 
     def __init__(self, space: Space) -> None:
         self._space, self._store = space, space.store
@@ -105,7 +105,7 @@ class Batches:
         return self._store.open_directory / f"{self._space.owner}.{batch_id}"
 
     def create(self, body: BatchRequest) -> StoredBatch:
-        """Raises ApiError: 404 for an unknown file, 429 for too many open batches."""
+        """Record a new batch. Raises ApiError: 404 for an unknown file, 429 for too many open batches."""
         found = self._space.find_file(body.input_file_id, "input_file_id")
         quotas, now = self._store.quotas, self._store.clock()
         hours = int(body.completion_window.removesuffix("h"))
@@ -147,7 +147,7 @@ class Batches:
         return found
 
     def read(self, batch_id: str) -> StoredBatch | None:
-        """The record, with the mark of a cancellation applied; None: there is none that can be read."""
+        """Record, with the mark of a cancellation applied; None: there is none that can be read."""
         path = self.path(batch_id, "json")
         content = read_or_none(path)
         found = None if content is None else self._store.decode(path, content, StoredBatch)

@@ -35,7 +35,7 @@ MAX_NUM_SURPLUS = 256
 
 
 class Phase(enum.IntEnum):
-    """Phase of a connection; its deadline, except ANSWER's, starts with it."""
+    """What an HTTP connection waits for; its deadline, except ANSWER's, starts with it."""
 
     IDLE = 0
     """Waiting for the first byte of a request."""
@@ -49,7 +49,8 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Connection limits from ServerSettings. Times in seconds of `clock`; `seconds` is indexed by phase."""
+    """One connection's limits of sizes and times, from ServerSettings. Times in seconds of `clock`; `seconds` is
+    indexed by phase."""
 
     seconds: tuple[float, ...]
     write_seconds: float
@@ -388,7 +389,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _LateClosing:
-    """Transport that a cycle sees if the connection closes after its answer."""
+    """Transport given to uvicorn's cycle if the connection closes after its answer: delays `close`."""
 
     def __init__(self, protocol: BoundedHttpProtocol, cycle: RequestResponseCycle) -> None:
         self._protocol = protocol

@@ -32,7 +32,7 @@ class Allowance:
     """
 
     def __init__(self, per_minute: int, numbers: Numbers, clock: Clock) -> None:
-        """numbers: counters shared by all API processes."""
+        """per_minute: units refilled. numbers: counters shared by all API processes."""
         self.per_minute = per_minute
         self._clock = clock
         self._numbers = numbers
@@ -57,7 +57,7 @@ class Allowance:
 
 
 class RateLimit:
-    """Limits of one key, for all its requests together."""
+    """Rate limits of one key (requests, tokens a minute), for all its requests together."""
 
     def __init__(self, requests: int | None, tokens: int | None, numbers: Numbers, clock: Clock | None = None) -> None:
         """requests, tokens: maximum per minute, at least 1, or None. Tokens of prompts and answers count."""
@@ -93,7 +93,7 @@ class Charge:
     """Charge of one request to its client: one request and the computed tokens."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
-        """Raises ApiError as RateLimit.count_request does."""
+        """Count a request. Raises ApiError as RateLimit.count_request does."""
         client = CLIENT.get()
         self._limit = None if client is None else client.limit
         self._prompts: set[Hashable] = set()
@@ -115,7 +115,7 @@ class Charge:
 
 
 def names_owner(cache_salt: str | None) -> str:
-    """The owner of the names that a request has for pictures: its key and its salt. cache_salt: request's own."""
+    """Owner of the names that a request has for pictures: its key and its salt. cache_salt: request's own."""
     return f"{OWNER.get()}:{client_salt(cache_salt)}"
 
 

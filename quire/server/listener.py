@@ -196,7 +196,7 @@ class CertificateWatch:
 
     def check(self, context: ssl.SSLContext) -> bool:
         """If the files have changed, let each new handshake of `context` change to a context made of them; return
-        whether that was done. Files that do not fit together change nothing."""
+        whether that was done. Files that do not fit change nothing."""
         state = self._state()
         if state == self._seen:
             return False

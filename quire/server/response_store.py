@@ -138,7 +138,7 @@ class Responses(Protocol):
 
 
 class OwnResponses:
-    """Store of the only process."""
+    """Responses of a server with one process."""
 
     maker = 0
 

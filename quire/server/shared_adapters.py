@@ -17,7 +17,8 @@ ADAPTERS_FILE = "adapters"
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
-    """path: folder as given. ref: reference that requests carry, the same for all processes."""
+    """Adapter of a name that all API processes share. path: folder as given. ref: reference that requests carry, the
+    same for all processes."""
 
     path: str
     ref: AdapterRef
@@ -38,7 +39,7 @@ class SharedNames(Protocol):
 
 
 class OneProcess:
-    """Names of a single process, which shares none."""
+    """Adapter names of a single process, which shares none."""
 
     def news(self) -> None:
         return None
@@ -48,7 +49,7 @@ class OneProcess:
 
 
 class NamesFile:
-    """Names in a file, replaced as a whole."""
+    """Adapter names of several processes, in a file that is replaced as a whole."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

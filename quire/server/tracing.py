@@ -88,7 +88,7 @@ def parent_of(headers: Headers) -> Context | None:
 
 @dataclass(slots=True)
 class _Traced:
-    """Request whose span is not written yet."""
+    """Request whose span is not written yet. Written at its end."""
 
     request: EngineRequest
     parent: Context | None

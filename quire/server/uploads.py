@@ -32,7 +32,7 @@ class _Terms(NamedTuple):
 
 
 class Uploads:
-    """Uploads of one process."""
+    """Receiver of one process's uploads, within limits."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -78,7 +78,7 @@ class _Form:
     """Form that arrives. content: bytes of the file that are not written yet."""
 
     def __init__(self, content_type: str) -> None:
-        """Raises ApiError (400) for a form without a boundary."""
+        """content_type: with the boundary. Raises ApiError (400) for a form without a boundary."""
         _, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if not boundary:

@@ -97,7 +97,7 @@ class Hardware:
 
 
 def find(name: str) -> Hardware:
-    """The profile of a name (case does not matter) or of a JSON file from `quire simulate calibrate`. Raises UserError,
+    """Profile of a name (case does not matter) or of a JSON file from `quire simulate calibrate`. Raises UserError,
     with the nearest name suggested."""
     known = profiles()
     if name.lower() in known:
@@ -115,7 +115,7 @@ def profiles() -> Mapping[str, Hardware]:
 
 
 def read_profile(path: Path) -> Hardware:
-    """The one profile of a file. Raises UserError with the file's name."""
+    """One profile of a file. Raises UserError with the file's name."""
     try:
         entries = json.loads(path.read_text("utf-8"))
     except OSError as error:

@@ -414,7 +414,7 @@ class Normaliser:
         return int(value)
 
     def shared(self, schema: Any) -> Any:
-        """Return a normalised schema for several places: a $ref to it if it has nested parts."""
+        """Normalised schema for several places: a $ref to it if it has nested parts."""
         if not isinstance(schema, dict) or not any(isinstance(part, dict | list) for part in schema.values()):
             return schema
         name = f"s{len(self._found.definitions)}_{len(self._names)}"

@@ -13,7 +13,6 @@ MAX_DEPTH = 100
 MAX_STATES = 4096
 MAX_STEPS = 1_000_000
 STEP_CHARACTERS = 64
-"""Characters of a text that one step writes."""
 LAST_CHARACTER = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
 LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))

@@ -46,7 +46,6 @@ logger = get_logger(__name__)
 FORK_SERVER = "quire.structured_output.fork_server"
 MAX_OUTCOMES = 1024
 MAX_OUTCOME_CHARACTERS = 2**24
-"""Limit of the texts with kept outcomes, in characters."""
 SPIN_SECONDS = 0.00005
 """Seconds for which a wait spins."""
 MAX_STARTS = 3

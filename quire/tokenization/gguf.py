@@ -140,7 +140,7 @@ KNOWN_PATTERNS = frozenset(
 def read_gguf_tokenizer(
     file: GGUFFile, max_values: int
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces | None]:
-    """Return the tokenizer, the equivalent of its tokenizer_config.json, and the sentencepiece model, if any. Raises
+    """Tokenizer, the equivalent of its tokenizer_config.json, and the sentencepiece model, if any. Raises
     ModelLoadError for a missing, unsupported or corrupt tokenizer, or more than `max_values` tokens and parts of
     merges."""
     fields = Fields(

@@ -1,5 +1,4 @@
-"""Tokenizer of a Hugging Face directory, as Transformers builds it: from tokenizer.json, or vocab.json with merges.txt,
-by the class that the files name."""
+"""Tokenizer of a Hugging Face directory, as Transformers builds it: by the class that the files name."""
 
 from __future__ import annotations
 

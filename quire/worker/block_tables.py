@@ -1,5 +1,3 @@
-"""Block tables of all rows, one per KV group, in kernel blocks."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

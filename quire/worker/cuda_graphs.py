@@ -1,7 +1,4 @@
-"""Model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
-
-Full graphs are captured at the start, most piecewise ones in idle time or at first use.
-"""
+"""Model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention."""
 
 from __future__ import annotations
 

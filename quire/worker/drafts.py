@@ -1,5 +1,5 @@
-"""Worker's half of drafts: finds drafts for a sequence's next step and accepts those of this step. A draft is
-accepted if it equals the token sampled at its position, so drafts never change a sequence's tokens."""
+"""Worker's half of drafts. A draft is accepted if it equals the token sampled at its position, so drafts never change a
+sequence's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the KV pools: one tensor per page of a block, on the device and, for swapping, on the host."""
+"""Memory of the KV pools: one tensor per page of a block."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Model runner: plans in, results out, in the order of effects that `quire.step` documents. `launch` does not wait
-for the device; `Launched.collect` waits for the step's result."""
+"""Model runner: plans in, results out, in the order of effects that `quire.step` documents."""
 
 from __future__ import annotations
 

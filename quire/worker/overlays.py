@@ -1,5 +1,3 @@
-"""Rows that replace tokens' embeddings in a step, such as an image's features."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""Launched plan and its result, for which callers wait."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

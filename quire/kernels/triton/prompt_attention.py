@@ -22,7 +22,6 @@ from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, 
 from quire.kernels.triton.runtime import INTERPRETED, bind
 
 GROUP_ROWS = ROWS // 2
-"""Rows of a multiplying warp group."""
 HEAD_DIM = 128
 """Supported head sizes."""
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 56, 224

@@ -32,7 +32,6 @@ _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
 _OF_ELEMENTS = (*_BEHIND_KEYS, "attn_gate")
 """Tensors with a row per element of a value head."""
 _VALUE_ROWS = (*_OF_ELEMENTS, "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
-"""Tensors with rows of value heads."""
 _WHOLE_BLOCKS: Mapping[str, BlockFormatName] = {name: name for name in WHOLE_BLOCKS}
 _MOST_HALF, _NAN_EXPONENT = 0x7C00, 0xFF
 """Exponent bits of a non-finite half-precision number, and the code of an invalid exponent."""

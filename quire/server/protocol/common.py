@@ -127,7 +127,7 @@ class AnswerTimes(msgspec.Struct, omit_defaults=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, omit_defaults=True):
-    """reasoning_tokens: only for models that reason. Others: only for requests with a prediction."""
+    """Part of `usage`. reasoning_tokens: only for models that reason. Others: only for requests with a prediction."""
 
     reasoning_tokens: int | UnsetType = UNSET
     accepted_prediction_tokens: int | UnsetType = UNSET

@@ -21,7 +21,7 @@ NAMES = {
     "response_format": "json_schema",
     "suffix": "input_suffix",
 }
-"""The engine's field names -> llama.cpp's, for errors."""
+"""Engine's field names -> llama.cpp's, for errors."""
 MAX_EXTRA = 1024
 """Maximum texts in `input_extra`."""
 MAX_RESPONSE_FIELDS = 64
@@ -146,7 +146,7 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
 
 
 class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
-    """prompt: text or token ids."""
+    """Body of POST /completion. prompt: text or token ids."""
 
     prompt: str | list[TokenId]
 
@@ -174,7 +174,8 @@ class LlamaInfillRequest(LlamaFields, kw_only=True, frozen=True):
 
 
 class LlamaEmbeddingRequest(PooledFields, kw_only=True, frozen=True):
-    """content: one text or several. embd_normalize: -1 for raw vectors, 2 (default) for the model's normalization."""
+    """Body of POST /embedding. content: one text or several. embd_normalize: -1 for raw vectors, 2 (default) for the
+    model's normalization."""
 
     content: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
     embd_normalize: int = 2
@@ -224,7 +225,7 @@ class LlamaResponse(msgspec.Struct, kw_only=True):
 
 
 class LlamaChosenFields(msgspec.Struct):
-    """Fields of an answer that `response_fields` names."""
+    """Answer cut to the fields that `response_fields` names."""
 
 
 class LlamaEmbedding(msgspec.Struct):
@@ -242,7 +243,7 @@ class LlamaGenerationSettings(msgspec.Struct):
 
 
 class LlamaProps(msgspec.Struct, kw_only=True):
-    """chat_template: empty unless the settings show it. model_path: always empty."""
+    """Answer of GET /props. chat_template: empty unless the settings show it. model_path: always empty."""
 
     default_generation_settings: LlamaGenerationSettings
     total_slots: int
@@ -257,7 +258,7 @@ class LlamaProps(msgspec.Struct, kw_only=True):
 
 
 class LlamaSlot(msgspec.Struct):
-    """Place in the batch, without its contents."""
+    """Place in the batch, in the answer of GET /slots, without its contents."""
 
     id: int
     n_ctx: int
@@ -266,7 +267,7 @@ class LlamaSlot(msgspec.Struct):
 
 
 class LlamaPiece(msgspec.Struct):
-    """Token and its text."""
+    """Token id and its text, in answers of /tokenize."""
 
     id: int
     piece: str

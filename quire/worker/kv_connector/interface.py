@@ -1,5 +1,4 @@
-"""Worker's half of a KV connector: moves blocks as the scheduler's half orders
-(quire/kv_cache/connectors/interface.py) and reports ended transfers."""
+"""Worker's half of a KV connector (quire/kv_cache/connectors/interface.py)."""
 
 from __future__ import annotations
 

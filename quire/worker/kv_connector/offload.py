@@ -1,5 +1,3 @@
-"""Worker's half of OffloadConnector: loads start with a plan, stores after its copies."""
-
 from __future__ import annotations
 
 import time

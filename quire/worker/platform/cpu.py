@@ -1,5 +1,3 @@
-"""CPU platform: native kernels or plain torch operators."""
-
 from __future__ import annotations
 
 import os

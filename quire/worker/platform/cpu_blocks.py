@@ -1,5 +1,3 @@
-"""Whole-block copies on a CPU: inside the pool for copy-on-write, and between the pools for swapping, on a thread."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence

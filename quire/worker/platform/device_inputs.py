@@ -1,5 +1,3 @@
-"""Inputs of a step on the device: static buffers that one kernel fills from the host's columns."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -287,7 +287,6 @@ class Platform(Protocol):
     """Adapters of the loaded model; None without `enable_lora`."""
 
     draft_model: DraftModel | None
-    """Draft model of the loaded model, or None."""
 
     def load_model(self, progress: Progress) -> CausalLM:
         """Load the model and set `expert_counts`, `balancer` and `draft_model`. Raises ModelLoadError or

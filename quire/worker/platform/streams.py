@@ -1,5 +1,5 @@
-"""Device's streams: compute, block transfers, input copies, result copies and loads of adapters. On a GPU these are
-CUDA streams, ordered by events; in Triton's interpreter everything has run when a call returns."""
+"""Device's streams: compute, block transfers, input copies, result copies and loads of adapters. On a GPU they are CUDA
+streams, ordered by events."""
 
 from __future__ import annotations
 
