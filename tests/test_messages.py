@@ -57,7 +57,7 @@ SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
 TOKEN_VALUES = TokenValues(2, [9, -8])
-ADAPTER = AdapterRef("/adapter", b"digest", "sql")
+ADAPTER = AdapterRef("/adapter", b"digest", "sql", 0.5)
 IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), True, False, 3, 2)
 NEW_SEQUENCE = NewSequence(
     8,
@@ -71,7 +71,7 @@ NEW_SEQUENCE = NewSequence(
     "key",
     [4],
 )
-ENCODINGS = ImageOrders([b"old"], [EncodeSlice(b"key", 2, IMAGE)])
+ENCODINGS = ImageOrders([b"old"], [EncodeSlice(b"key", 2, IMAGE, 1)])
 FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
 LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1, num_listed=1)
 CANDIDATES = Candidates([42, 7], [-0.5, -3.0])

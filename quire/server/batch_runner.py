@@ -1,5 +1,5 @@
-"""Runner of batches: checks their input, answers their lines in the background, and writes their files. One API
-process, which holds `runner.lock`, runs all batches. The state on disk alone says what is left to do."""
+"""Runner of batches: checks their input, answers their lines in the background, and writes their files. One API process
+runs all; it holds `runner.lock`, which another gets when it dies. The state on disk alone says what is left."""
 
 from __future__ import annotations
 

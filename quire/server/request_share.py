@@ -1,5 +1,6 @@
-"""Fairness between requests: an HTTP request of many prompts or completions runs in parts that take turns, each an
-engine request with the seed of its place."""
+"""Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others. A
+request of many prompts or completions runs in parts: engine requests that join the queue in turn, with the seed of
+their place."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class Turns:
 
 class PromptPart:
     """Sequences of one prompt, from `first_index` on. `AsyncLLM.generate` waits for the turn after its checks, and ends
-    it. lines: places that all lines of batches have in common, for one of them."""
+    it. lines: places of all batches' lines."""
 
     def __init__(self, turns: Turns, first_index: int, num_sequences: int, lines: Turns | None = None) -> None:
         self._turns = turns

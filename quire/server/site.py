@@ -1,6 +1,6 @@
 """Checks of Host and Origin, which keep foreign web pages out.
 
-Host reveals DNS rebinding (a foreign name for 127.0.0.1), Origin a page that posts to `http://127.0.0.1:8000`.
+The Host header reveals DNS rebinding; the Origin header a foreign page that posts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class HostRules:
-    """Host names that a server on the address `bound_to` answers to.
-
-    On a loopback address: `localhost`, names under it, and loopback addresses. Elsewhere also this machine's names and
-    every address. Everywhere the `allowed` ones.
-    """
+    """Host names that a server on the address `bound_to` answers to. On a loopback address: `localhost`, names under
+    it, and loopback addresses. Elsewhere also this machine's names and all addresses. Everywhere `allowed`."""
 
     def __init__(self, bound_to: str, allowed: Sequence[str]) -> None:
         self._bound_to = bound_to.lower()
