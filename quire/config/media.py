@@ -92,8 +92,8 @@ class MediaLimit:
 class MediaConfig:
     """Settings for pictures and videos of requests. language_model_only: take text alone and load no tower. images,
     videos: limits per prompt. background: color under transparent pictures. cache_bytes: size of the front end's
-    processed pictures. domains: permitted hosts of URLs, in lower case. networks: permitted addresses that are
-    not public. local_path: directory whose files file URLs may name. takes_features: accept a client's features
+    processed pictures. domains: permitted hosts of URLs, in lower case. networks: permitted private addresses.
+    local_path: directory whose files file URLs may name. takes_features: accept a client's features
     (`image_embeds`)."""
 
     language_model_only: bool = False

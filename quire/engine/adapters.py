@@ -16,7 +16,6 @@ from quire.errors import ModelLoadError, UserError, nearest_name
 from quire.lora_request import LoRARequest
 
 LoRARequests = LoRARequest | AdapterRef | Sequence[LoRARequest | AdapterRef | None] | None
-"""One adapter for all prompts of a call, or one per prompt."""
 
 
 class KnownAdapters:

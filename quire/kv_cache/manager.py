@@ -1,5 +1,4 @@
-"""KV cache manager, the scheduler's interface to the KV cache. Block ids are opaque to the scheduler. Every call
-either succeeds or changes nothing."""
+"""KV cache manager, the scheduler's interface to the KV cache. Every call succeeds or changes nothing."""
 
 from __future__ import annotations
 

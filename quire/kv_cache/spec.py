@@ -1,7 +1,7 @@
 """KV specs: frozen values that say what one layer keeps in the KV cache.
 
-`kind` names the manager of its blocks (quire/kv_cache/coordinator.py). All kinds have `token_bytes` (0 for a state),
-`dealt_to` (ranks that keep a part of a sequence's tokens each), `page_bytes`, `page_shape`, and `window` or None.
+`kind` names the manager of its blocks. All kinds have `token_bytes` (0 for a state), `dealt_to` (ranks that keep a part
+of a sequence's tokens each), `page_bytes`, `page_shape`, and `window` or None.
 """
 
 from __future__ import annotations

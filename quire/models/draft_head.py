@@ -1,5 +1,4 @@
-"""Draft head for multi-token prediction: layers after the model's last that guess the token after the next from a
-token's final hidden state and the next one's embedding."""
+"""Draft head for multi-token prediction: layers after the model's last."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Videos of Qwen3-VL, Qwen 3.5 and Qwen2.5-VL: sampled frames, two of which are computed as one image.
 
-Sampling, sizes and times are those of Transformers' processor. PyAV decodes files (extra `videos`).
+Sampling, sizes and times are Transformers'. PyAV decodes files.
 """
 
 from __future__ import annotations

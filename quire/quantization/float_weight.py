@@ -1,7 +1,7 @@
 """Matrices of 8-bit and 4-bit floats with scales, as checkpoints store them.
 
-Formats are OFP8 (e4m3), MXFP4 (e2m1 values, a power of two for each 32), and NVFP4 (a scale in e4m3 for each 16 values,
-and a float32 besides).
+Formats are OFP8 (e4m3), MXFP4 (e2m1 values, a power of two for 32), NVFP4 (an e4m3 scale for 16 values, a float32
+besides).
 """
 
 from __future__ import annotations

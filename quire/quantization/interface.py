@@ -1,4 +1,4 @@
-"""Storage, loading and multiplication of a linear layer's weights: the interface of int8, int4 and packed weights."""
+"""Storage, loading and multiplication of a linear layer's weights: the interface."""
 
 from __future__ import annotations
 

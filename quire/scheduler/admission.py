@@ -1,4 +1,4 @@
-"""Admission: requests that can ever run, prefixes that may be registered, and the needs of a waiting request."""
+"""Admission of requests and prefixes, and the needs of a waiting request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of beam searches between an update, which brings candidates, and the next plan, which reorders the slots."""
+"""State of beam searches between an update and the next plan."""
 
 from __future__ import annotations
 

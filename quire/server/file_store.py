@@ -4,7 +4,7 @@ DIRECTORY/server.lock, runner.lock; open/OWNER.BATCH: batches that have not ende
 file exists while its record (.json) does; keys/OWNER/incoming/RANDOM.BYTES: uploads, each locked by its process;
 keys/OWNER/batches/: quire/server/batch_store.py.
 
-No name in it comes from a client. Every function may wait for the disk; none belongs on an event loop.
+No name in it comes from a client. Every function may wait for the disk.
 """
 
 from __future__ import annotations

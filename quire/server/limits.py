@@ -1,4 +1,4 @@
-"""Limits of a client's key (requests and tokens per minute), and its sharing of cached prefixes."""
+"""Limits of a client's key, and its sharing of cached prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API (/v1/responses), answered by the chat endpoint, with a store of earlier responses."""
+"""OpenAI's Responses API (/v1/responses), answered by the chat endpoint."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Device profiles: data-sheet limits (`hardware.json`), and the share of them that kernels reach (`Factors`), which a
-calibration replaces (docs/simulator.md)."""
+"""Device profiles: data-sheet limits (`hardware.json`), and the share that kernels reach (`Factors`)."""
 
 from __future__ import annotations
 

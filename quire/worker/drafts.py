@@ -164,7 +164,7 @@ class HostDrafts:
 
 
 def num_to_skip(num_fruitless: int) -> int:
-    """Number of steps without a look-up, after so many look-ups in a row without a result."""
+    """Number of steps to plan without a look-up after this many fruitless ones in a row."""
     return max(0, STRIDE * min(MOST_STRIDES, num_fruitless // PATIENCE) - 1)
 
 

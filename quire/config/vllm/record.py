@@ -23,7 +23,7 @@ class VllmFlag:
     """Flag of vLLM; with `is_keyword` also a keyword of its `LLM`. fate: MEANT, NOTED or REFUSED. target: field of
     EngineOptions or ServerSettings that gets the value; None if the flag asks for what always holds. why: difference in
     meaning, or reason. short: other spellings. values: vLLM's value -> ours. known: the only values that reach the
-    target; others are noted. harmless: values that change nothing and pass silently."""
+    target; others are noted. harmless: values that pass silently."""
 
     name: str
     kind: str

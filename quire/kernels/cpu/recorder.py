@@ -1,5 +1,5 @@
-"""Recording of a model's kernels, so a step is one native call. Layers pass on placeholders; each kernel adds a call
-and returns its result's. `finish_program` places them in an arena and makes a native program for any number of rows."""
+"""Recording of a model's kernels, so a step is one native call. Layers pass on placeholders; each kernel adds a call;
+`finish_program` makes a native program for any number of rows."""
 
 from __future__ import annotations
 

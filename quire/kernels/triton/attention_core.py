@@ -1,7 +1,7 @@
 """Shared functions of the attention kernels: softmax over a range of a sequence's keys, block by block, and its
-merging. A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times the GROUP query heads of a key
-head. Keys come in tiles of BLOCK_N at multiples of BLOCK_N. An unseen key has weight zero, so a row's result does not
-depend on its tile. Exponentials are powers of two."""
+merging. A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times GROUP query heads. Keys come in
+tiles at multiples of BLOCK_N. An unseen key has weight zero, so a row's result does not depend on its tile.
+Exponentials are powers of two."""
 
 from __future__ import annotations
 
