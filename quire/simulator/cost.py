@@ -19,8 +19,10 @@ from dataclasses import dataclass
 
 from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, STATE_BORDER, AttentionShape, Matrix, ModelShape
 from quire.config.parallel import ParallelConfig, why_no_copies, why_not_dealt, why_prompts_not_dealt
+from quire.config.vision import EncoderCosts, VisionConfig
 from quire.errors import UserError
 from quire.simulator.hardware import Hardware
+from quire.simulator.tower import TowerCost
 from quire.simulator.work import ChunkTokens, StepWork, Windows
 
 KERNELS_PER_LAYER = 10
@@ -116,14 +118,17 @@ class CostModel:
         precision: Precision | None = None,
         *,
         expands_prompts: bool = False,
+        vision: VisionConfig | None = None,
     ) -> None:
-        """expands_prompts: count a second copy of the matrices that expand latents for prompts. Raises UserError for a
-        layout that the model cannot have, or a dtype that the device lacks."""
+        """expands_prompts: count a second copy of the matrices that expand latents for prompts. vision: tower that is
+        loaded (None: none). Raises UserError for a layout that the model cannot have, or a dtype that the device
+        lacks."""
         self.shape = shape
         self.hardware = hardware
         self.layout = layout or ParallelConfig()
         self.precision = precision or Precision.of(shape)
         self.expands_prompts = expands_prompts
+        self.vision = vision
         self.windows = windows_of(shape)
         self._block_tokens = BLOCK_TOKENS
         _check(shape, self.layout)
@@ -140,6 +145,12 @@ class CostModel:
         self._set_up_attention()
         self._constant, self._per_token, self._per_sampled = self._linear_parts()
         self._set_up_experts()
+        self.tower: TowerCost | None = None
+        """Vision tower; None also in pipelines, which take no pictures."""
+        if vision is not None and self.layout.pp == 1:
+            tp = self.layout.tp
+            costs = EncoderCosts.of(vision, shape.active_parameters(), tp)
+            self.tower = TowerCost(vision, hardware, self.precision.activations, costs, self._link(tp))
 
     # -- queries ----------------------------------------------------------------------------------------------------
 
@@ -258,7 +269,8 @@ class CostModel:
         table_size = DTYPE_BYTES[precision.tables or precision.weights]
         dense = rest * share * DTYPE_BYTES[precision.weights] + tables * table_size
         experts = routed * share * DTYPE_BYTES[precision.experts or precision.weights]
-        return dense / layout.tp + experts * self._expert_share
+        tower = 0 if self.tower is None else self.tower.weight_bytes
+        return dense / layout.tp + experts * self._expert_share + tower
 
     @property
     def _expert_share(self) -> float:
