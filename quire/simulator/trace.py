@@ -153,12 +153,11 @@ def _request(entry: Mapping[str, Any], path: Path, line: int) -> TraceRequest:
 def _images(given: Any, path: Path, line: int) -> tuple[TraceImage, ...]:
     """Pictures of a list, or of a text with spaces between them."""
     found = []
-    for each in given.split() if isinstance(given, str) else [] if given is None else given:
+    for each in given if isinstance(given, list) else [] if given is None else str(given).split():
         name, _, count = str(each).rpartition(":")
         if isinstance(each, bool) or not count.isdecimal() or not 0 < int(count) <= MAX_IMAGE_TOKENS:
-            _fail(
-                path, line, f"images must be numbers of tokens, up to {MAX_IMAGE_TOKENS}, or NAME:NUMBER, not {each!r}"
-            )
+            what = f"numbers of tokens, up to {MAX_IMAGE_TOKENS}, or NAME:NUMBER"
+            _fail(path, line, f"images must be {what}, not {each!r}")
         found.append(TraceImage(int(count), name or None))
     return tuple(found)
 

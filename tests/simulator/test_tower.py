@@ -44,6 +44,9 @@ def test_a_column_of_pictures(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("arrival,input_tokens,output_tokens,images\n0,50,7,9 cat:40\n1,50,7,\n")
     assert [each.images for each in read_trace(path)] == [(TraceImage(9), CAT), ()]
+    lines = path.with_suffix(".jsonl")
+    lines.write_text('{"arrival": 0, "input_tokens": 50, "output_tokens": 7, "images": 9}\n')
+    assert [each.images for each in read_trace(lines)] == [(TraceImage(9),)]
     for images, tokens, message in (
         ("0", 50, "t.csv:2: images must be numbers of tokens"),
         ("cat:", 50, "not 'cat:'"),
