@@ -11,9 +11,11 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     path: str
     """Directory in PEFT's layout."""
     digest: bytes
-    """Digest of the content (quire/config/peft.py). Adapters of equal digest compute the same."""
+    """Digest of content and scale (quire/config/adapter_files.py). Adapters of equal digest compute the same."""
     name: str = ""
     """Name at the first use, for messages."""
+    scale: float = 1.0
+    """Factor of what the adapter adds."""
 
 
 class AdapterOrders(msgspec.Struct, array_like=True):

@@ -57,7 +57,7 @@ SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
 TOKEN_VALUES = TokenValues(2, [9, -8])
-ADAPTER = AdapterRef("/adapter", b"digest", "sql")
+ADAPTER = AdapterRef("/adapter", b"digest", "sql", 0.5)
 IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), True, False, 3, 2)
 NEW_SEQUENCE = NewSequence(
     8,

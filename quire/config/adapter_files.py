@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
+import math
 import os
+import struct
+from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.config.gguf_adapter import read_header as read_header_of_gguf
 from quire.config.peft import PeftConfig, read_peft_config
-from quire.errors import ModelLoadError, UserError
+from quire.errors import ConfigError, ModelLoadError, UserError
 from quire.utils.gguf import SUFFIX
 from quire.utils.model_files import file_bytes
 from quire.utils.safetensors_header import read_header
 
+NO_SUMS = "sums of adapters are not computed: at most one may have a scale other than 0"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -51,6 +58,16 @@ def content_digest(directory: Path) -> bytes:
     return digest.digest()
 
 
+def scaled(adapter: AdapterRef, scale: float) -> AdapterRef:
+    """Adapter of scale 1 with another scale and digest."""
+    digest = scaled_digest(adapter.digest, scale)
+    return AdapterRef(adapter.path, digest, adapter.name, scale)
+
+
+def scaled_digest(content: bytes, scale: float) -> bytes:
+    return content if scale == 1.0 else hashlib.sha256(content + struct.pack("<d", scale)).digest()
+
+
 def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
     """Adapter in a directory or a GGUF file. Raises UserError for one that the engine does not take. Workers check
     at load time that its tensors fit the model."""
@@ -69,3 +86,41 @@ def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
         return AdapterRef(str(directory), content_digest(directory))
     except ModelLoadError as error:
         raise UserError(error.message, param="lora_path") from None
+
+
+class FileScale(msgspec.Struct, frozen=True):
+    """Adapter's file, and its scale for requests that name none."""
+
+    path: str
+    scale: float
+
+
+def files_of(lora: Sequence[str], lora_scaled: Sequence[str], *, applies: bool) -> list[FileScale]:
+    """Adapters of the options, each with commas. applies: False sets all scales to 0. Raises ConfigError, also for two
+    scales other than 0."""
+    found = [FileScale(path, 1.0) for text in lora for path in _listed(text, "lora")]
+    for text in lora_scaled:
+        for entry in _listed(text, "lora_scaled"):
+            path, _, number = entry.rpartition(":")
+            try:
+                scale = float(number)
+            except ValueError:
+                scale = math.nan
+            if not path or not math.isfinite(scale):
+                raise ConfigError(f"lora_scaled: {entry!r} is not FILE:SCALE", param="lora_scaled")
+            found.append(FileScale(path, scale))
+    if not applies:
+        found = [FileScale(each.path, 0.0) for each in found]
+    if sum(each.scale != 0 for each in found) > 1:
+        raise ConfigError(
+            f"{NO_SUMS} (--lora-scaled FILE:0, or --lora-init-without-apply)",
+            param="lora" if lora else "lora_scaled",
+        )
+    return found
+
+
+def _listed(text: str, option: str) -> list[str]:
+    (paths,) = csv.reader([text])
+    if not all(paths):
+        raise ConfigError(f"{option}: {text!r} names an empty path", param=option)
+    return paths

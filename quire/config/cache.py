@@ -12,9 +12,9 @@ SNAPSHOT_INTERVAL = 1024
 @dataclass(frozen=True)
 class CacheConfig:
     """KV cache settings of an engine; fields with an option's name have its meaning. memory: bytes of the pool; None:
-    free memory after the profiling pass times `memory_utilization`. swap_space: bytes of the host pool; None: chosen
-    from free memory. offload_dir: directory of cached blocks. offload_size: its byte limit. num_replicas: engines that
-    share the measured memory."""
+    free memory after profiling times `memory_utilization`. swap_space: bytes of the host pool; None: from free memory.
+    offload_dir: directory of cached blocks. offload_size: its bytes. num_replicas: engines that share the measured
+    memory."""
 
     block_size: int
     memory: int | None

@@ -45,10 +45,10 @@ def why_no_latents(rank: int, rope_dim: int) -> str | None:
 class DeviceConfig:
     """Settings of the computing device; fields with an option's name have its meaning, resolved. attention_backend:
     "native" (native CPU kernels for the whole model), "torch" (plain operators on the CPU) or "triton" ("cuda", or
-    "cpu" in Triton's interpreter). cpu_isa: highest instruction set for the native kernels. matmul_precision: rounding
-    of activations before they multiply bfloat16 or quantised weights, keys or values: "float32": none; "bfloat16";
-    "auto": the faster one; "fp8": a device rounds them to FP8 beside FP8 weights. platform: worker's half
-    (quire/worker/platform/choice.py). collectives: transport between a model's ranks (quire/parallel/choice.py)."""
+    "cpu" in Triton's interpreter). cpu_isa: highest instruction set of native kernels. matmul_precision: rounding of
+    activations before they multiply bfloat16 or quantised weights, keys or values: "float32": none; "bfloat16"; "auto":
+    the faster one; "fp8": to FP8 beside FP8 weights. platform: quire/worker/platform/choice.py. collectives:
+    quire/parallel/choice.py."""
 
     device: str
     num_threads: int

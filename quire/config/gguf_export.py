@@ -30,9 +30,9 @@ _LARGE_LAYERS = 80
 
 @dataclass(frozen=True)
 class Description:
-    """Header of a GGUF file to be written. metadata: keys without the tokenizer's. shapes: by name in the file, in its
+    """Header of a GGUF file to be written. metadata: keys without the tokenizer's. shapes: by name, in the file's
     order. places: Hugging Face name of a tensor -> place. rope_factors: divisors of the rotation's frequencies, a
-    tensor of the file. is_large: True for the size that mixes treat differently."""
+    tensor. is_large: the size that mixes treat differently."""
 
     names: GGUFNames
     metadata: dict[str, Value]

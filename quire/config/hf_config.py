@@ -79,10 +79,9 @@ def load_model_config(
     config_only: bool,
     choices: ModelChoices = USUAL_CHOICES,
 ) -> ModelConfig:
-    """Read and check the configuration of the model `name`: "bundled", a directory, a GGUF file or a hub id.
-    kv_cache_dtype: "auto" means bfloat16 for bfloat16 weights and GGUF files with dtype "auto", else float32.
-    config_only: fetch no weights of a hub id. Raises ModelLoadError for faults of the model, ConfigError for options
-    that it cannot have."""
+    """Read and check the configuration of `name`: "bundled", a directory, a GGUF file or a hub id. kv_cache_dtype:
+    "auto" means bfloat16 for bfloat16 weights and GGUF files with dtype "auto", else float32. config_only: fetch no
+    weights. Raises ModelLoadError for faults of the model, ConfigError for options that it cannot have."""
     runner, model_impl = choices.runner, choices.model_impl
     name, revision = read_page(name, revision)
     path = _described(find_model(name, revision=revision, config_only=config_only, download_dir=choices.download_dir))

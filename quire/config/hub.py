@@ -50,8 +50,8 @@ def looks_like_a_path(name: str) -> bool:
 
 def fetch(name: str, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
     """Fetch a repository and return its directory, or for "org/repo:Q4_K_M" its GGUF file with that ending (the first
-    file of a split model). A repository org/repo-GGUF without config.json holds GGUF files; the default is Q4_K_M.
-    config_only: leave a directory's weights out. Raises ModelLoadError of one line."""
+    of a split model). A repository org/repo-GGUF without config.json holds GGUF files; default Q4_K_M. config_only: no
+    weights of a directory. Raises ModelLoadError of one line."""
     place = (revision, download_dir)
     tagged = _TAGGED.fullmatch(name)
     if tagged is not None:

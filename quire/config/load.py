@@ -22,9 +22,8 @@ class ExpertBalance:
 class LoadConfig:
     """Settings for loading weights; fields with an option's name have its meaning. load_format: "auto" is safetensors,
     else .bin by weights_only, else a GGUF file; "dummy" is random weights, equal for equal seeds. counts_experts: count
-    the rows of each expert. expert_placement: one of EXPERT_PLACEMENTS; None: slices of every expert. balance: how
-    experts change their ranks (None: they stay). dealt_to: ranks with the same key heads that share a sequence's
-    tokens."""
+    each expert's rows. expert_placement: one of EXPERT_PLACEMENTS; None: slices of every expert. balance: how experts
+    change ranks (None: they stay). dealt_to: ranks with the same key heads that share a sequence's tokens."""
 
     load_format: str
     seed: int

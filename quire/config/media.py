@@ -67,7 +67,7 @@ class VideoOptions:
 
 @dataclass(frozen=True)
 class MediaSize:
-    """Largest image or video that memory is planned for; None: the model's largest. num_frames: of videos."""
+    """Largest image or video that memory is planned for; None: the model's largest. num_frames: frames in a video."""
 
     width: int | None = None
     height: int | None = None
@@ -93,7 +93,7 @@ class MediaLimit:
 class MediaConfig:
     """Settings for pictures and videos of requests. language_model_only: take text alone and load no tower. images,
     videos: limits per prompt. background: color under transparent pictures. cache_bytes: size of the front end's
-    cache of processed pictures. domains: permitted hosts of URLs, in lower case. networks: permitted addresses that are
+    processed pictures. domains: permitted hosts of URLs, in lower case. networks: permitted addresses that are
     not public. local_path: directory whose files file URLs may name. takes_features: accept a client's features
     (`image_embeds`)."""
 

@@ -55,10 +55,10 @@ class DenseModule:
 @dataclass(frozen=True)
 class PoolingConfig:
     """Pooling model's settings. task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled states:
-    the last token's, the first's ("cls"), or the mean. normalize: default of scaling a vector to length 1. dense:
-    layers that the vector passes before. activation: from logits to probabilities. dimensions: lengths to which a
-    vector may be cut; if empty, `any_dimensions` permits every length or none. prompt: text before each embedded text.
-    prompts: (name, text) that a request may choose."""
+    the last token's, the first's ("cls"), or the mean. normalize: default of scaling to length 1. dense: layers that
+    the vector passes before. activation: from logits to probabilities. dimensions: lengths to which a vector may be
+    cut; if empty, `any_dimensions` permits every length or none. prompt: before each embedded text. prompts: (name,
+    text) that a request may choose."""
 
     task: Task
     method: Method

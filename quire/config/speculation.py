@@ -57,10 +57,10 @@ class SuffixConfig:
 @dataclass(frozen=True)
 class SpeculationConfig:
     """Speculative decoding settings. max_drafts: most drafts of a sequence in a step. lookup_min, lookup_max: least and
-    largest number of last tokens that are looked up in texts. by_batch_size: (running sequences, most drafts of each up
-    to that number), ascending; the last one also holds above it. adapts: a sequence whose drafts are rejected computes
-    fewer. suffix, custom_class: keys of these methods. oracle: share of right drafts in a replay of predictions (None:
-    drafts are the method's)."""
+    most last tokens that are looked up in texts. by_batch_size: (running sequences, most drafts of each up to that
+    number), ascending; the last one also holds above it. adapts: a sequence whose drafts are rejected computes fewer.
+    suffix, custom_class: keys of these methods. oracle: share of right drafts in a replay of predictions (None: drafts
+    are the method's)."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP

@@ -15,7 +15,7 @@ from quire.config.hub import fetch_adapter, looks_like_a_path
 from quire.errors import ModelLoadError, UserError, nearest_name
 from quire.lora_request import LoRARequest
 
-LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+LoRARequests = LoRARequest | AdapterRef | Sequence[LoRARequest | AdapterRef | None] | None
 """One adapter for all prompts of a call, or one per prompt."""
 
 
@@ -35,11 +35,13 @@ class KnownAdapters:
         if not self._config.is_on:
             raise UserError("lora_request needs an engine with enable_lora=True", param="lora_request")
 
-    def resolve(self, lora_request: LoRARequest | None) -> AdapterRef | None:
+    def resolve(self, lora_request: LoRARequest | AdapterRef | None) -> AdapterRef | None:
         """Reference for a request. Raises UserError for an invalid or incompatible adapter."""
         if lora_request is None:
             return None
         self.refuse()
+        if isinstance(lora_request, AdapterRef):
+            return lora_request
         if not isinstance(lora_request, LoRARequest):
             raise UserError(
                 f"lora_request must be a LoRARequest, not {type(lora_request).__name__}", param="lora_request"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Unpack
 
 import msgspec
 
+from quire.adapter_orders import AdapterRef
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
 from quire.config.engine import EngineConfig
 from quire.config.engine_keywords import EngineKeywords
@@ -381,7 +382,7 @@ class AsyncLLM:
         priority: int = 0,
         part: RequestPart | None = None,
         cache_salt: str = "",
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRARequest | AdapterRef | None = None,
     ) -> RequestOutput:
         """Run a pooling request and return its only output. second: second text of a pair."""
         processor = await asyncio.to_thread(lambda: self.pooling)

@@ -22,10 +22,10 @@ from quire.quantization.interface import LinearShape
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Checkpoint names of a mixture's tensors. router: module with the router's "weight" (and "bias"). gate, up, down:
-    matrices of an expert, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts instead.
+    an expert's matrices, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts instead.
     transposed: fused matrices are [in, out]. turned: either way round, told by their shape. interleaved: rows of fused
-    gate and up alternate. correction: bias added to the router's scores only to choose experts. shared, shared_gate:
-    shared expert and its gate."""
+    gate and up alternate. correction: bias added to scores only to choose experts. shared, shared_gate: shared expert
+    and its gate."""
 
     router: str = "gate"
     experts: str = "experts"

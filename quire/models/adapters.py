@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from quire.adapter_orders import AdapterRef
-from quire.config.adapter_files import content_digest, read_config, weight_file
+from quire.config.adapter_files import content_digest, read_config, scaled_digest, weight_file
 from quire.config.adapters import AdaptersConfig
 from quire.config.hf_json import shown
 from quire.config.peft import PeftConfig
@@ -78,7 +78,7 @@ class ModelAdapters:
         for stack, _ in self.layers.stacks:
             self._storage.clear(stack, slot)
         directory = Path(adapter.path)
-        if content_digest(directory) != adapter.digest:
+        if scaled_digest(content_digest(directory), adapter.scale) != adapter.digest:
             raise ModelLoadError(f"{directory} has changed since it was named: name it anew")
         config, path = read_config(directory), weight_file(directory)
         try:
@@ -86,7 +86,7 @@ class ModelAdapters:
             read = read_gguf_matrices(path, self._heads) if of_gguf else read_matrices(path)
             found = self._placed(read, config)
             for module, (place, matrices) in found.items():
-                scale = config.scale_of(_bare(module))
+                scale = adapter.scale * config.scale_of(_bare(module))
                 place.load(self._storage, slot, matrices["A"], matrices["B"], scale)
         except ModelLoadError as error:
             message = error.message if str(directory) in error.message else f"{path}: {error.message}"

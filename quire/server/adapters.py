@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from quire.adapter_orders import AdapterRef
+from quire.config.adapter_files import NO_SUMS
 from quire.errors import ConfigError, QuireError, UserError
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.server.auth import admin
 from quire.server.errors import invalid_request
-from quire.server.protocol.common import RequestStruct
+from quire.server.numbered_adapters import NumberedAdapters, add_scale_route
+from quire.server.protocol.common import LoraScale, RequestStruct
 from quire.server.reading import read_request
-from quire.server.shared_adapters import NamedAdapter, Names, OneProcess, SharedNames
+from quire.server.settings import LLAMA_CPP, ServerSettings
+from quire.server.shared_adapters import NamedAdapter, Names, SharedAdapters
 
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
@@ -79,14 +83,20 @@ class ServedAdapters:
     """Adapters of one server, by the names that requests give in `model`."""
 
     def __init__(
-        self, engine: AsyncLLM, directory: str | None, base_names: Sequence[str], shared: SharedNames | None = None
+        self,
+        engine: AsyncLLM,
+        directory: str | None,
+        base_names: Sequence[str],
+        shared: SharedAdapters | None = None,
     ) -> None:
-        """directory: folder of adapters loaded when a request first names them. shared: names known to the
+        """directory: folder of adapters loaded when a request first names them. shared: adapters known to the
         other API processes, if any. Raises ConfigError."""
         self._engine = engine
         self._directory = None if directory is None else Path(directory).expanduser().resolve()
         self._base_names = base_names
-        self._shared = shared or OneProcess()
+        shared = shared or SharedAdapters()
+        self._shared = shared.names
+        self.numbered = NumberedAdapters(shared.numbered)
         self._changing = asyncio.Lock()
         if self._directory is not None:
             if not engine.engine_config.adapters.is_on:
@@ -102,6 +112,16 @@ class ServedAdapters:
     def find(self, name: str) -> LoRARequest | None:
         self._hear()
         return self._engine.adapters.named(name)
+
+    def chosen(self, name: str, lora: Sequence[LoraScale] | None = None) -> LoRARequest | AdapterRef | None:
+        """Adapter of a request. Raises UserError as NumberedAdapters.chosen does."""
+        named = self.find(name)
+        if named is not None and not lora:
+            return named
+        numbered = self.numbered.chosen(lora)
+        if named is not None and numbered is not None:
+            raise UserError(f"lora: {NO_SUMS}, and the model {name!r} is one already", param="lora")
+        return named or numbered
 
     async def meet(self, name: str) -> None:
         """Register the adapter `name` of the directory (`lora_dir`), if it is there and not known yet. Raises UserError
@@ -176,15 +196,23 @@ class ServedAdapters:
         for name, told in news.items():
             adapters.learn(name, told.path, told.ref, told.base_model_name)
 
-    async def load_modules(self, modules: Sequence[str]) -> None:
-        """Load the adapters of --lora-modules. Raises ConfigError."""
-        for text in modules:
+    async def load_at_start(self, settings: ServerSettings) -> None:
+        """Load the adapters of the settings. Raises ConfigError."""
+        for text in settings.lora_modules:
             try:
                 await self.load(LoraModule.parse(text), is_new=False)
             except UserError as error:
                 raise ConfigError(f"{OPTION}: {text}: {error.message}", param=OPTION) from None
+        try:
+            if settings.lora_files:
+                self._engine.adapters.refuse()
+            limits = self._engine.engine_config.adapters
+            for ref in await asyncio.to_thread(self.numbered.open, settings.lora_files, limits):
+                await self._try(ref)
+        except UserError as error:
+            raise ConfigError(f"lora: {error.message}", param="lora") from None
 
-    async def _try(self, adapter: LoRARequest | None) -> None:
+    async def _try(self, adapter: LoRARequest | AdapterRef | None) -> None:
         if self._engine.model_config.pooling is not None:
             return  # a pooling model cannot generate
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, seed=0)
@@ -197,6 +225,8 @@ def _forget(name: str, names: Names) -> None:
 
 
 def add_adapter_routes(app: FastAPI, context: ServerContext) -> None:
+    if LLAMA_CPP in context.settings.doors:
+        add_scale_route(app, context)
 
     @app.post("/v1/load_lora_adapter")
     @admin

@@ -68,7 +68,7 @@ class Answer(ABC, Generic[Body]):
         self._body: Body = body
         self._context = context
         self._model = context.served_name(body.model)
-        self._adapter = context.adapters.find(self._model)
+        self._adapter = context.adapters.chosen(self._model, body.lora)
         self._params = body.to_sampling_params()
         if self._params.extra_args and not context.engine.engine_config.logits_processors:
             self._ineffective += [f"vllm_xargs.{name}" for name in self._params.extra_args]

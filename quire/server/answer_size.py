@@ -23,12 +23,9 @@ def num_alternatives(wanted: int, vocab_size: int) -> int:
 
 
 class AnswerSize:
-    """Approximate size of one request's answer in bytes: `prompt` and `planned` before it runs, `generated` as tokens
-    of a request without max_tokens come. Each raises UserError beyond MAX_ANSWER_BYTES.
-
-    logprobs: alternatives of each token besides the chosen one; None: no log-probabilities.
-    is_streamed: output is sent and dropped, so does not count.
-    """
+    """Approximate size of an answer in bytes: `prompt` and `planned` before it runs, `generated` as tokens of a request
+    without max_tokens come. Each raises UserError beyond MAX_ANSWER_BYTES. logprobs: alternatives of each token besides
+    the chosen one; None: no log-probabilities. is_streamed: output is sent and dropped, and does not count."""
 
     def __init__(self, *, logprobs: int | None, return_token_ids: bool, is_streamed: bool, num_listed: int = 0) -> None:
         self._bytes_per_token = TOKEN_BYTES * (1 + return_token_ids)

@@ -26,7 +26,7 @@ from quire.server.keys import KeyRing
 from quire.server.lifecycle import SHUTDOWN_GRACE_SECONDS, loop_factory, preload, read_prefixes
 from quire.server.report import StartReport
 from quire.server.settings import ServerSettings
-from quire.server.shared_adapters import ADAPTERS_FILE, NamesFile
+from quire.server.shared_adapters import SharedAdapters
 from quire.server.shared_pictures import ParentsNames
 from quire.server.shared_responses import ParentsResponses
 from quire.utils.child_process import watch_parent
@@ -49,8 +49,8 @@ PACKET_BYTES = 65536
 
 
 class ApiLaunch(msgspec.Struct):
-    """Launch message: line of JSON on standard input, which stays open while the parent lives. settings: this
-    process's share. slot: its place in the shared numbers. preloads: register the prefixes of `preload_prefix`."""
+    """Launch message: line of JSON on standard input, which stays open while the parent lives. settings: this process's
+    share. slot: in the shared numbers. preloads: register the prefixes of `preload_prefix`."""
 
     options: EngineOptions
     settings: ServerSettings
@@ -138,7 +138,7 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
             lambda: KeyRing.of(keys, numbers),
             ParentsResponses(client),
             lambda: state.loads.pids,
-            NamesFile(directory / ADAPTERS_FILE),
+            SharedAdapters.of(directory),
             ParentsNames(client),
         )
         app = create_app(engine, settings, common)
@@ -148,7 +148,7 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
         app.state.context.start_seconds = report.seconds
         server = make_http_server(app, limited, shutdown_grace_seconds=SHUTDOWN_GRACE_SECONDS)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(app.state.context.adapters.load_modules(settings.lora_modules))
+            runner.run(app.state.context.adapters.load_at_start(settings))
             if launch.preloads:
                 runner.run(preload(engine, read_prefixes(settings)))
             runner.run(_ServingProcess(engine, app.state.context, server, control, state).serve_connections())

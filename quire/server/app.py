@@ -48,7 +48,7 @@ from quire.server.request_log import RequestLog
 from quire.server.response_store import OwnResponses, Responses, ResponseStore
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
 from quire.server.settings import LLAMA_CPP, OLLAMA, ServerSettings
-from quire.server.shared_adapters import OneProcess, SharedNames
+from quire.server.shared_adapters import SharedAdapters
 from quire.server.site import ANY, HostRules, OriginRules, RootPath, SiteGuard
 from quire.server.tokenize import add_tokenize_routes
 from quire.server.tracing import RequestTraces, TraceParents, make_provider
@@ -69,15 +69,14 @@ class Common:
     keys: Callable[[], KeyRing]
     responses: Responses
     pids: Callable[[], Sequence[int]]
-    adapters: SharedNames
+    adapters: SharedAdapters
     pictures: Names
 
 
 def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None = None) -> FastAPI:
     """Make the application; `app.state.context` is its ServerContext. Waits until the engine is ready. common: None for
-    a server's only process.
-    Raises ModelLoadError if the model has no tokenizer, ConfigError as AnswerFormats.of does.
-    """
+    a server's only process. Raises ModelLoadError for a model without tokenizer, ConfigError as AnswerFormats.of
+    does."""
     if engine.tokenizer is None:
         raise ModelLoadError(f"the model {engine.model_config.name!r} has no tokenizer: serving needs one")
     names = tuple(settings.served_model_name) or (engine.model_config.name,)
@@ -158,7 +157,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
 def alone(engine: AsyncLLM, settings: ServerSettings) -> Common:
     """Shared state of a server with one process."""
     responses = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
-    adapters, pictures = OneProcess(), engine.texts.pictures.names
+    adapters, pictures = SharedAdapters(), engine.texts.pictures.names
     return Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()], adapters, pictures)
 
 

@@ -57,7 +57,7 @@ def has_admin_key(request: Request) -> bool:
 
 def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Request], Awaitable[None]]:
     """Dependency of all routes that sets `client_of`. Raises 401 unless the request brings a known key (`Authorization:
-    Bearer KEY` or `x-api-key: KEY`) or none is configured, and 403 without a needed admin's key. on_unix_socket: all
+    Bearer KEY` or `x-api-key: KEY`) or none is configured; 403 without a needed admin's key. on_unix_socket: all
     clients are on this machine."""
 
     async def check_key(request: Request) -> None:

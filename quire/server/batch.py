@@ -57,8 +57,7 @@ class InvalidLineError(Exception):
 @dataclass(frozen=True)
 class Pace:
     """Pace of a batch. concurrency: lines at a time. max_bytes: limit of their total, if any; one larger line goes
-    alone. places: taken by each line while it is answered, in common with other batches. retry_after: seconds
-    until an answer is asked for again; None: it stands."""
+    alone. places: shared by all batches. retry_after: seconds until an answer is asked for again; None: it stands."""
 
     concurrency: int
     max_bytes: int | None = None
@@ -88,8 +87,8 @@ async def run_batch(
     custom_ids: Iterable[str] = (),
 ) -> BatchCounts:
     """Answer each line that is not blank at this pace, and write one result each, in order; an invalid line's result is
-    an error. A repeated `custom_id` is invalid. write: may return an awaitable.
-    custom_ids: ids answered before. An error of `lines` or `write` ends the batch."""
+    an error, as is a repeated `custom_id`'s. write: may return an awaitable. custom_ids: ids answered before. An error
+    of `lines` or `write` ends the batch."""
     counts = BatchCounts()
     seen = set(custom_ids)
     running: deque[tuple[asyncio.Task[BatchResult], int]] = deque()

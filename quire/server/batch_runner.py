@@ -1,6 +1,5 @@
 """Runner of batches: checks their input, answers their lines in the background, and writes their files. One API process
-runs all batches; it holds `runner.lock`, which another gets when it dies. The state on disk alone says what is left to
-do."""
+runs all; it holds `runner.lock`, which another gets when it dies. The state on disk alone says what is left."""
 
 from __future__ import annotations
 

@@ -64,10 +64,10 @@ def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, 
 
 
 def parse_fields(fields: dict[str, Any], kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """Convert a decoded object into `kind`; null fields count as absent. Also returns the unknown fields, see
-    `check_fields`. strict: refuse unknown fields and numbers in other types; otherwise `coerce` converts values. Raises
-    ApiError (400), with the field as `param`, for near misses of a known field, unsupported fields and wrong types;
-    UserError if the struct's own checks fail."""
+    """Convert a decoded object into `kind`; null fields count as absent. Also returns the unknown fields
+    (`check_fields`). strict: refuse these and numbers in other types; otherwise `coerce` converts values. Raises
+    ApiError (400), with the field as `param`, for near misses, unsupported fields and wrong types; UserError if the
+    struct's own checks fail."""
     fields = {name: value for name, value in fields.items() if value is not None}
     unknown = check_fields(fields, kind, strict=strict)
     try:

@@ -157,10 +157,8 @@ class ServerContext:
 
     def admit(self) -> None:
         """Admit a new generating request. Raises 503 as `check_alive` does, while the engine sleeps and under a pause
-        that keeps no requests; 429 if too many requests wait.
-
-        Requests that the engine has not reported yet count as waiting. Lines of batches neither count nor are refused.
-        """
+        that keeps no requests; 429 if too many wait. Requests that the engine has not reported yet count as waiting;
+        lines of batches neither count nor are refused."""
         self.check_alive()
         self.engine.check_awake()
         if self.engine.refuses_new:

@@ -39,7 +39,7 @@ MAX_PARAM_CHARACTERS = 200
 
 class ErrorDetail(msgspec.Struct):
     """Error of a client. code: word for the fault; a server that follows vLLM sends the HTTP status instead, and the
-    word as `reason`. Shortens `message` and `param`, which may quote the client at any length."""
+    word as `reason`. Shortens `message` and `param`, which may quote the client."""
 
     message: str
     type: str
@@ -125,7 +125,17 @@ class OllamaErrorBody(msgspec.Struct):
 
 
 LLAMA_CPP_PATHS = frozenset(
-    {"/completion", "/completions", "/infill", "/props", "/slots", "/embedding", "/apply-template", "/v1/health"}
+    {
+        "/completion",
+        "/completions",
+        "/infill",
+        "/props",
+        "/slots",
+        "/embedding",
+        "/apply-template",
+        "/lora-adapters",
+        "/v1/health",
+    }
 )
 """Paths of errors in llama.cpp's shape."""
 

@@ -1,9 +1,6 @@
-"""Check of request fields that a struct does not define: misspelled, unsupported or unknown.
-
-A struct's class attributes name more fields. UNSUPPORTED: fields that would change the answer -> harmless values.
-NO_EFFECT: fields without meaning here. NOTED: the same, but reported. EXTENSIONS: objects whose keys are all unknown
-fields.
-"""
+"""Check of request fields that a struct does not define: misspelled, unsupported or unknown. Class attributes name more
+fields. UNSUPPORTED: would change the answer -> harmless values. NO_EFFECT: without meaning here. NOTED: the same, but
+reported. EXTENSIONS: objects whose keys are all unknown fields."""
 
 from __future__ import annotations
 

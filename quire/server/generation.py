@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.adapter_orders import AdapterRef
 from quire.engine.output_stream import MergedOutput
 from quire.engine.request_part import EACH_STEP, IN_BACKGROUND
 from quire.errors import UserError
@@ -91,7 +92,7 @@ class Terms(NamedTuple):
 
     cache_salt: str | None
     priority: int
-    adapter: LoRARequest | None
+    adapter: LoRARequest | AdapterRef | None
 
 
 def _media_options(context: ServerContext, inputs: TemplateInputs) -> MediaOptions:
@@ -115,8 +116,8 @@ async def generate(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, new output) until every prompt is finished. The prompts run side by side; many sequences
     take turns (quire/server/request_share.py). Closing it, or an error of one prompt, ends all. Raises as
-    ServerContext.admit does; ModelOutputError for NaN or infinite logits. answer_id: id that the client knows. names:
-    the engine's field names -> the request's, for errors."""
+    ServerContext.admit does; ModelOutputError for NaN or infinite logits. answer_id: known to the client. names:
+    engine's field names -> the request's, for errors."""
     share = share_of(context.engine.max_num_seqs)
     if params.answers_at_end and params.num_sequences > share:
         raise UserError(

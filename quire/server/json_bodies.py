@@ -49,8 +49,8 @@ def takes_upload(endpoint: Endpoint) -> Endpoint:
 
 class JsonBodies:
     """Middleware that answers 415 to bodies other than JSON, and 503 while too many bytes are in flight. Routes of
-    `any_type` accept forms and `text/plain` only without an Origin. max_total_bytes: limit of bodies that the
-    application has not read, without the first FREE_BODY_BYTES of each."""
+    `any_type` accept forms and `text/plain` only without an Origin. max_total_bytes: limit of unread bodies, without
+    the first FREE_BODY_BYTES of each."""
 
     def __init__(self, app: ASGIApp, max_total_bytes: int) -> None:
         self.app = app

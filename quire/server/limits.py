@@ -66,8 +66,8 @@ class RateLimit:
         self._tokens = None if tokens is None else Allowance(tokens, numbers, clock)
 
     def count_request(self) -> None:
-        """Count a request. Raises ApiError (429, with the seconds to wait) if too many requests came or earlier ones
-        have used up the tokens. A line of a batch leaves half a minute's allowance to the key's other requests."""
+        """Count a request. Raises ApiError (429, with the seconds to wait) if too many came or earlier ones used up the
+        tokens. A line of a batch leaves half a minute's allowance to other requests of the key."""
         for allowance, what in ((self._requests, "requests"), (self._tokens, "tokens")):
             if allowance is None:
                 continue

@@ -20,6 +20,7 @@ from quire.server.errors import ApiError, unavailable
 from quire.server.generation import render_chat
 from quire.server.health import Health
 from quire.server.json_bodies import any_type
+from quire.server.numbered_adapters import add_numbered_adapter_routes
 from quire.server.pooling import add_pooling_route, run_texts
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completion import CompletionRequest
@@ -78,6 +79,7 @@ def add_llama_cpp_routes(app: FastAPI, context: ServerContext) -> None:
         rendered = await render_chat(context, body, tools, body.template_inputs)
         return json_response(LlamaPrompt(rendered.text or ""))
 
+    add_numbered_adapter_routes(app, context)
     _add_state_routes(app, context)
 
 

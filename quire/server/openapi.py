@@ -37,9 +37,11 @@ from quire.server.invocations import InvocationRequest, InvocationResponse
 from quire.server.keys import KeyRing
 from quire.server.live import KVHistory
 from quire.server.live_admin import AbortLive, LogLines
+from quire.server.numbered_adapters import LoraFile, ScalesSet
 from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.cohere import CohereEmbedRequest, CohereEmbedResponse
+from quire.server.protocol.common import LoraScale
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
 from quire.server.protocol.files import (
     BatchList,
@@ -148,7 +150,7 @@ _HELLO = [{"role": "user", "content": "hello"}]
 _TEXTS = {"input": ["one text", "another"]}
 _DOCUMENTS = {"query": "paper", "documents": ["what to write on", "a fish"]}
 _PAIRS = {"text_1": "paper", "text_2": ["what to write on", "a fish"]}
-EXAMPLES: dict[str, list[dict[str, Any]]] = {
+EXAMPLES: dict[str, list[Any]] = {
     "/v1/completions": [{"prompt": "def add(a, b):", "max_tokens": 16}, {"prompt": "import", "stream": True}],
     "/v1/chat/completions": [{"messages": _HELLO, "max_tokens": 16}, {"messages": _HELLO, "stream": True}],
     "/v1/chat/completions/batch": [{"messages": [_HELLO, _HELLO], "max_tokens": 16}],
@@ -169,6 +171,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/abort_requests": [{"request_ids": ["cmpl-1"]}],
     "/debug/abort": [{"request_id": "cmpl-1#1"}],
     "/v1/load_lora_adapter": [{"lora_name": "sql", "lora_path": "/adapters/sql"}],
+    "/lora-adapters": [[{"id": 0, "scale": 0.5}]],
     "/v1/unload_lora_adapter": [{"lora_name": "sql"}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
     "/api/chat": [{"model": "MODEL", "messages": _HELLO, "stream": False, "options": {"num_predict": 16}}],
@@ -187,9 +190,9 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 class Operation(NamedTuple):
     """Method of a path in /openapi.json. response, request: types of the bodies; None: no body. parameters: name ->
     description, for query and path. is_public: needs no key. is_admins: needs an admin's key. is_queued: requests run
-    on the engine, so 429 and 503 are possible. names_model: 404 for an unknown model, or thing. is_list: the response
-    is a list of `response`. or_response: alternative shape. is_form: the body is multipart/form-data. has_quota: 429 at
-    the quota of a key. answers_bytes: the response is a file."""
+    on the engine: 429 and 503 are possible. names_model: 404 for an unknown model or thing. is_list, takes_list: lists
+    of `response` and `request`. or_response: alternative. is_form: multipart/form-data. has_quota: 429 at a key's
+    quota. answers_bytes: a file."""
 
     summary: str
     response: type[msgspec.Struct] | None
@@ -200,6 +203,7 @@ class Operation(NamedTuple):
     is_queued: bool = False
     names_model: bool = False
     is_list: bool = False
+    takes_list: bool = False
     or_response: type[msgspec.Struct] | None = None
     is_form: bool = False
     has_quota: bool = False
@@ -433,6 +437,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         parameters={"fail_on_no_slot": "503 where all are taken"},
         is_list=True,
     ),
+    ("get", "/lora-adapters"): Operation("Adapters by llama.cpp's ids: a list of these", LoraFile, is_list=True),
+    ("post", "/lora-adapters"): Operation(
+        "Set the scales of requests that name none", ScalesSet, LoraScale, is_admins=True, takes_list=True
+    ),
     ("get", "/v1/health"): _HEALTH,
 }
 """Described routes: all enabled ones but the pages, live streams, /metrics and this document."""
@@ -493,7 +501,8 @@ def api_description(
             answer[str(status)] = {"description": _meaning(status, path), "content": _json(schemas[error])}
         operation: dict[str, Any] = {"summary": each.summary, "responses": answer}
         if each.request is not None:
-            content = {"examples": _examples(path, model), "schema": schemas[each.request]}
+            shape = {"type": "array", "items": schemas[each.request]} if each.takes_list else schemas[each.request]
+            content = {"examples": _examples(path, model), "schema": shape}
             content = {"multipart/form-data" if each.is_form else "application/json": content}
             operation["requestBody"] = {"required": True, "content": content}
         if keys is not None and _asks_for_key(each, keys):

@@ -212,7 +212,7 @@ async def run_texts(
     """Outputs of all texts, in order; many take turns (quire/server/request_share.py). An error of one ends all. names:
     request's field for each text, for errors."""
     charge, salt = Charge(context.metrics), client_salt(body.cache_salt)
-    adapter = context.adapters.find(context.served_name(body.model))
+    adapter = context.adapters.chosen(context.served_name(body.model))
     share = share_of(context.engine.max_num_seqs)
     in_background = IN_BACKGROUND.get()
     lines = context.line_places if in_background else None

@@ -29,12 +29,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_request(request: Request, context: ServerContext, kind: type[T]) -> T:
-    """Read and parse a request's body; log and report its unknown fields. A ReadMessages replaces each conversation; a
-    new adapter named as the model is read.
-
-    Raises as `read_body`, `parse_body` and `messages_of` do; ClientDisconnectedError; UserError for a large body that
-    takes READ_SECONDS of processor time, or an unreadable adapter.
-    """
+    """Read and parse a body; log and report its unknown fields. A ReadMessages replaces each conversation; a new
+    adapter named as the model is read. Raises as `read_body`, `parse_body` and `messages_of` do;
+    ClientDisconnectedError; UserError for a large body that takes READ_SECONDS of processor time, or an unreadable
+    adapter."""
     strict = context.settings.strict_fields
 
     def parse(body: bytes) -> tuple[T, list[str]]:

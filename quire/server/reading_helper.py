@@ -1,8 +1,5 @@
 """Reader of large request bodies in a helper process, which holds no other thread up and whose processor time is
-limited.
-
-It parses and checks the body and makes the messages for reading.py.
-"""
+limited. It parses and checks the body and makes the messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others. A
-request of many prompts or completions runs in parts, each an engine request that joins the queue at its turn, with the
-seed of its place."""
+request of many prompts or completions runs in parts: engine requests that join the queue in turn, with the seed of
+their place."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Turns:
 
 class PromptPart:
     """Sequences of one prompt, from `first_index` on. `AsyncLLM.generate` waits for the turn after its checks, and ends
-    it. lines: places that all lines of batches have in common, for one of them."""
+    it. lines: places of all batches' lines."""
 
     def __init__(self, turns: Turns, first_index: int, num_sequences: int, lines: Turns | None = None) -> None:
         self._turns = turns

@@ -51,10 +51,10 @@ def serve(
     executor: str = DEFAULT_EXECUTOR,
     process: EngineProcess | None = None,
 ) -> int:
-    """Serve until a signal comes or the engine dies; return the exit status of the process. SIGTERM, SIGINT or SIGHUP
-    drains: new requests get 503; running ones finish within `shutdown_timeout` seconds or end with finish reason
-    "abort" (status 0). A second signal exits at once (128 + its number). Status 1: the engine died. process: see
-    AsyncLLM.from_options. Main thread only. Raises ConfigError, ModelLoadError or InsufficientMemoryError."""
+    """Serve until a signal comes or the engine dies; return the exit status. SIGTERM, SIGINT or SIGHUP drains: new
+    requests get 503; running ones finish within `shutdown_timeout` seconds or end with finish reason "abort" (status
+    0). A second signal exits at once (128 + its number). Status 1: the engine died. process: see AsyncLLM.from_options.
+    Main thread only. Raises ConfigError, ModelLoadError or InsufficientMemoryError."""
     report = StartReport()
     guard_streams("stdout", "stderr")
     if settings.log_format is not None:
@@ -93,8 +93,8 @@ def serve(
             url = listener.url
             try:
                 with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                    if settings.lora_modules:
-                        runner.run(app.state.context.adapters.load_modules(settings.lora_modules))
+                    if settings.lora_modules or settings.lora_files:
+                        runner.run(app.state.context.adapters.load_at_start(settings))
                         report.phase("load adapters")
                     if prefixes:
                         runner.run(preload(engine, prefixes))

@@ -6,7 +6,7 @@ import re
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,6 +30,9 @@ from quire.tokenization.conversation import ContentFormat
 from quire.tokenization.jobs import RESERVED_OPTIONS
 from quire.utils.heartbeat import HUNG_ENGINE_TIMEOUT, SILENCE_LIMIT
 from quire.utils.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from quire.config.adapter_files import FileScale
 
 MAX_PORT = 65535
 MAX_API_SERVERS = 64
@@ -102,6 +105,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str | None,
         ADAPTERS("directory of adapters: a request whose model is the name of one of its folders gets that adapter"),
     ] = None
+    lora: Annotated[
+        list[str],
+        ADAPTERS("GGUF file or directory of the adapter that requests of the model get, as llama.cpp's (FILE,...)"),
+    ] = []
+    lora_scaled: Annotated[list[str], ADAPTERS("the same with the scale of what it adds: FILE:SCALE,...")] = []
+    lora_init_without_apply: Annotated[
+        bool, ADAPTERS("load the adapters of --lora with scale 0: requests or POST /lora-adapters set it")
+    ] = False
     cors_allowed_origins: Annotated[
         list[str],
         ACCESS(
@@ -283,6 +294,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("served_model_name", "preload_prefix", "lora_modules", "cors_allowed_origins", "allowed_hosts"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"{name} must not hold an empty string", param=name)
+        _ = self.lora_files
         self._check_tls()
         if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
             raise ConfigError(f"root_path must be a path such as /llm, not {self.root_path!r}", param="root_path")
@@ -349,6 +361,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def files_path(self) -> Path | None:
         return None if self.files_dir is None else Path(self.files_dir)
+
+    @property
+    def lora_files(self) -> list[FileScale]:
+        if not self.lora and not self.lora_scaled:
+            return []
+        from quire.config.adapter_files import files_of  # slow to import
+
+        return files_of(self.lora, self.lora_scaled, applies=not self.lora_init_without_apply)
 
     @property
     def files_quota_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Adapter names shared by the API processes of a server, in a file that each reads after a change."""
+"""Adapters shared by API processes, in files that each reads after a change."""
 
 from __future__ import annotations
 
@@ -6,56 +6,64 @@ import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from quire.adapter_orders import AdapterRef
 
-ADAPTERS_FILE = "adapters"
-"""File name in the directory of the API processes."""
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
-    """path: folder as given. ref: reference that requests carry, the same for all processes."""
+    """path: folder as given. ref: the same for all processes."""
 
     path: str
     ref: AdapterRef
     base_model_name: str | None = None
 
 
+class NumberedAdapter(msgspec.Struct, frozen=True):
+    """ref: of scale 1. scale: for requests that name none."""
+
+    ref: AdapterRef
+    scale: float
+
+
 Names = dict[str, NamedAdapter]
+Numbered = dict[int, NumberedAdapter]
 
 
-class SharedNames(Protocol):
-    def news(self) -> Names | None:
-        """Adapters of all processes; None if unchanged since the last call."""
+class SharedTable(Protocol[K, V]):
+    def news(self) -> dict[K, V] | None:
+        """Entries of all processes; None if unchanged since the last call."""
         ...
 
-    def change(self, change: Callable[[Names], None]) -> Names:
-        """Change the adapters under a lock and return them. If `change` raises, they stay unchanged."""
+    def change(self, change: Callable[[dict[K, V]], None]) -> None:
+        """Change the entries under a lock. If `change` raises, they stay unchanged."""
         ...
 
 
 class OneProcess:
-    """Names of a single process, which shares none."""
+    """Table of a single process."""
 
     def news(self) -> None:
         return None
 
-    def change(self, change: Callable[[Names], None]) -> Names:
-        return {}
+    def change(self, change: Callable[[dict[Any, Any]], None]) -> None:
+        """Does nothing."""
 
 
-class NamesFile:
-    """Names in a file, replaced as a whole."""
+class TableFile(Generic[K, V]):
+    """Table in a file, replaced as a whole."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: type[dict[K, V]]) -> None:
         self._path = path
         self._seen: tuple[int, int] | None = None
-        self._decoder = msgspec.json.Decoder(Names)
+        self._decoder = msgspec.json.Decoder(kind)
 
-    def news(self) -> Names | None:
+    def news(self) -> dict[K, V] | None:
         try:
             status = self._path.stat()
         except FileNotFoundError:
@@ -66,14 +74,24 @@ class NamesFile:
         self._seen = version
         return self._decoder.decode(self._path.read_bytes())
 
-    def change(self, change: Callable[[Names], None]) -> Names:
+    def change(self, change: Callable[[dict[K, V]], None]) -> None:
         with open(f"{self._path}.lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            names = self._decoder.decode(self._path.read_bytes()) if self._path.exists() else {}
-            before = dict(names)
-            change(names)
-            if names != before:
+            table = self._decoder.decode(self._path.read_bytes()) if self._path.exists() else {}
+            before = dict(table)
+            change(table)
+            if table != before:
                 draft = Path(f"{self._path}.{os.getpid()}")
-                draft.write_bytes(msgspec.json.encode(names))
+                draft.write_bytes(msgspec.json.encode(table))
                 draft.replace(self._path)
-        return names
+
+
+class SharedAdapters(NamedTuple):
+    """Adapters by name and by number."""
+
+    names: SharedTable[str, NamedAdapter] = OneProcess()
+    numbered: SharedTable[int, NumberedAdapter] = OneProcess()
+
+    @classmethod
+    def of(cls, directory: Path) -> SharedAdapters:
+        return cls(TableFile(directory / "adapters", Names), TableFile(directory / "numbered-adapters", Numbered))

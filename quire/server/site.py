@@ -25,11 +25,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class HostRules:
-    """Host names that a server on the address `bound_to` answers to.
-
-    On a loopback address: `localhost`, names under it, and loopback addresses. Elsewhere also this machine's names and
-    every address. Everywhere the `allowed` ones.
-    """
+    """Host names that a server on the address `bound_to` answers to. On a loopback address: `localhost`, names under
+    it, and loopback addresses. Elsewhere also this machine's names and all addresses. Everywhere `allowed`."""
 
     def __init__(self, bound_to: str, allowed: Sequence[str]) -> None:
         self._bound_to = bound_to.lower()

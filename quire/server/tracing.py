@@ -39,10 +39,8 @@ _PARENT: ContextVar[Context | None] = ContextVar("trace_parent", default=None)
 
 
 def make_provider(endpoint: str) -> TracerProvider:
-    """Tracer provider that sends spans in batches over HTTP (OTLP), on a thread of its own.
-
-    The service's name is `quire` unless `OTEL_SERVICE_NAME` is set. Raises ConfigError if the extra is not installed.
-    """
+    """Tracer provider that sends spans in batches over HTTP (OTLP), on its own thread. The service's name is `quire`
+    unless `OTEL_SERVICE_NAME` is set. Raises ConfigError without the extra."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from quire.config.adapter_files import open_adapter, scaled
+from quire.config.adapters import AdaptersConfig
 from quire.errors import UserError
 from quire.llm import LLM
 from quire.lora_request import LoRARequest
@@ -152,6 +154,21 @@ def test_blocks_are_of_the_adapters_content(tiny: Tiny, tmp_path: Path) -> None:
             for request in (tiny.first, None, tiny.second, LoRARequest("other", 9, str(copy)), None)
         ]
     assert cached == [0, 0, 0, 16, 16]
+
+
+def test_scales_are_content(tiny: Tiny) -> None:
+    """One adapter with three scales and the base in one step, also where memory is short, as each computes alone."""
+    ref = open_adapter(tiny.first.path, AdaptersConfig(max_rank=16))
+    which = [scaled(ref, 0.5), ref, None, scaled(ref, -2.0), scaled(ref, 0.5)]
+    longer = SamplingParams(temperature=0.0, max_tokens=30, logprobs=2, ignore_eos=True)
+    with engine(tiny.directory, max_loras=3, num_blocks_override=9, max_num_batched_tokens=16) as llm:
+        llm.generate([[1], [2], [3]], GREEDY, use_tqdm=False, lora_request=[which[0], ref, which[3]])  # loads them
+        together = llm.generate(PROMPTS, longer, use_tqdm=False, lora_request=which)
+        assert llm.stats()["preemptions_total"] > 0
+        for prompt, request, output in zip(PROMPTS, which, together, strict=True):
+            assert bits(llm.generate(prompt, longer, use_tqdm=False, lora_request=request)[0]) == bits(output)
+    for place, factor in ((0, 0.5), (3, -2.0)):
+        check_logprobs(merged(tiny.model, Path(tiny.first.path), factor), PROMPTS[place], together[place])
 
 
 def test_registered_prefixes_are_the_bases(tiny: Tiny) -> None:

@@ -60,8 +60,8 @@ def write(directory: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
     return directory
 
 
-def merged(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """The model in float64 with W + s B A for every W of the adapter; patterns are names of modules here."""
+def merged(model: PreTrainedModel, directory: Path, factor: float = 1.0) -> PreTrainedModel:
+    """The model in float64 with W + factor s B A for every W of the adapter; patterns are names of modules here."""
     config = json.loads((directory / "adapter_config.json").read_text())
     tensors = load_file(directory / "adapter_model.safetensors")
     whole = deepcopy(model).double()
@@ -74,7 +74,7 @@ def merged(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
         rank = config.get("rank_pattern", {}).get(last, config["r"])
         alpha = config.get("alpha_pattern", {}).get(last, config["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        delta = scale * tensors[f"{PREFIX}{module}.lora_B.weight"].double() @ a.double()
+        delta = factor * scale * tensors[f"{PREFIX}{module}.lora_B.weight"].double() @ a.double()
         weight = modules[module].weight
         with torch.no_grad():
             weight += delta.T if isinstance(modules[module], Conv1D) else delta

@@ -153,6 +153,8 @@ OF_PICTURES = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that concern pictures alone (tests/server/test_images.py)."""
 OF_PROCESSORS = ("vllm_xargs",)
 """Fields that logits processors read (tests/server/test_logits_processors.py)."""
+OF_ADAPTERS = ("lora",)
+"""Fields about llama.cpp's adapters (tests/server/test_numbered_adapters.py)."""
 UNSUPPORTED_VALUES: dict[str, Any] = {"best_of": 2, "length_penalty": 0.5}
 
 
@@ -188,7 +190,11 @@ async def served(model_path: Path) -> AsyncIterator[Served]:
 
 async def test_every_field_is_in_the_tables() -> None:
     for kind, effects in EFFECTS.items():
-        others = {name for name in (*WITH_OTHERS, *OF_PICTURES, *OF_PROCESSORS) if name in kind.__struct_fields__}
+        others = {
+            name
+            for name in (*WITH_OTHERS, *OF_PICTURES, *OF_PROCESSORS, *OF_ADAPTERS)
+            if name in kind.__struct_fields__
+        }
         assert set(kind.__struct_fields__) == {*effects, *SAMPLING, *STRUCTURED, *others}
         assert not set(kind.UNSUPPORTED) & set(kind.__struct_fields__)
 

@@ -14,7 +14,8 @@ from quire.engine.adapters import KnownAdapters
 from quire.errors import UserError
 from quire.server.adapters import LoraModule, ServedAdapters
 from quire.server.errors import ApiError
-from quire.server.shared_adapters import NamesFile
+from quire.server.settings import ServerSettings
+from quire.server.shared_adapters import SharedAdapters
 from tests.fakes.adapters import write
 
 LIMITS = AdaptersConfig(max_running=1, max_rank=16, num_slots=1)
@@ -30,7 +31,7 @@ class Process:
             engine_config=SimpleNamespace(adapters=LIMITS),
             model_config=SimpleNamespace(pooling=True),  # no token is computed
         )
-        self.served = ServedAdapters(engine, str(directory), ("base",), NamesFile(shared))
+        self.served = ServedAdapters(engine, str(directory), ("base",), SharedAdapters.of(shared))
 
     def digest(self, name: str) -> bytes | None:
         found = self.served.find(name)
@@ -41,13 +42,13 @@ class Process:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     for rank, name in enumerate(("one", "two"), 1):
-        write(tmp_path / "adapters" / name, {}, {"r": rank, "lora_alpha": 8})
-    return tmp_path / "adapters"
+        write(tmp_path / "folders" / name, {}, {"r": rank, "lora_alpha": 8})
+    return tmp_path / "folders"
 
 
 @pytest.fixture
 def pair(tmp_path: Path, directory: Path) -> tuple[Process, Process]:
-    return Process(tmp_path / "names", directory), Process(tmp_path / "names", directory)
+    return Process(tmp_path, directory), Process(tmp_path, directory)
 
 
 async def test_what_one_was_told_all_know(pair: tuple[Process, Process], directory: Path) -> None:
@@ -94,7 +95,7 @@ async def test_a_name_that_another_has_given(pair: tuple[Process, Process], dire
 
 async def test_adapters_of_the_start_are_loaded_by_all(pair: tuple[Process, Process], directory: Path) -> None:
     for process in pair:
-        await process.served.load_modules([f"mine={directory / 'one'}"])
+        await process.served.load_at_start(ServerSettings(lora_modules=[f"mine={directory / 'one'}"]))
     assert [process.served.names for process in pair] == [["mine"]] * 2
 
 
@@ -109,13 +110,13 @@ async def test_content_is_that_of_the_first_who_read_it(pair: tuple[Process, Pro
 
 
 async def test_names_that_lead_elsewhere(pair: tuple[Process, Process]) -> None:
-    for name in ("../adapters/one", "..", ".", "", "none", "base"):
+    for name in ("../folders/one", "..", ".", "", "none", "base"):
         await pair[0].served.meet(name)
     assert pair[0].served.names == []
 
 
 async def test_a_process_that_starts_later(pair: tuple[Process, Process], directory: Path, tmp_path: Path) -> None:
     await pair[0].served.load(LoraModule("mine", str(directory / "one"), "parent"))
-    found = Process(tmp_path / "names", directory).served.find("mine")
+    found = Process(tmp_path, directory).served.find("mine")
     assert found is not None
     assert (found.path, found.base_model_name) == (str(directory / "one"), "parent")

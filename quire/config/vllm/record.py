@@ -20,10 +20,10 @@ auto or -1. texts, ints: one or more values. appended: a text; the flag may be r
 
 @dataclass(frozen=True)
 class VllmFlag:
-    """One flag of vLLM; with `is_keyword` also a keyword of its `LLM`. fate: MEANT, NOTED or REFUSED. target: field of
+    """Flag of vLLM; with `is_keyword` also a keyword of its `LLM`. fate: MEANT, NOTED or REFUSED. target: field of
     EngineOptions or ServerSettings that gets the value; None if the flag asks for what always holds. why: difference in
-    meaning, or reason of the fate. short: other spellings. values: vLLM's value -> ours. known: the only values that
-    reach the target; others are noted. harmless: values that change nothing and pass silently."""
+    meaning, or reason. short: other spellings. values: vLLM's value -> ours. known: the only values that reach the
+    target; others are noted. harmless: values that change nothing and pass silently."""
 
     name: str
     kind: str

@@ -15,9 +15,9 @@ EmbeddingType = Literal["float", "binary", "ubinary", "base64"]
 
 
 class CohereEmbedRequest(PooledFields, kw_only=True, frozen=True):
-    """input_type: name of the model's prompt to put before each text. output_dimension: number of leading elements to
-    keep. embedding_types: forms of the vectors; floats by default. truncate: cut the end of texts longer than
-    `max_tokens` or the context, or refuse them ("NONE")."""
+    """input_type: name of the model's prompt to put before each text. output_dimension: leading elements to keep.
+    embedding_types: forms of the vectors; floats by default. truncate: cut the end of texts longer than `max_tokens` or
+    the context, or refuse them ("NONE")."""
 
     texts: Annotated[list[str], Meta(max_length=MAX_INPUTS)] | None = None
     input_type: ShortString | None = None

@@ -77,13 +77,20 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
 """Known fields of OpenAI and vLLM refused -> harmless values, which are accepted."""
 
 
+class LoraScale(msgspec.Struct, frozen=True):
+    """Scale of an adapter of `GET /lora-adapters`."""
+
+    id: Int32
+    scale: float = 0.0
+
+
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
 class SpeculativeDecoding(msgspec.Struct, omit_defaults=True):
-    """Drafts of a request, by vLLM's names. Only steps with drafts count; each yields its accepted drafts and one token
-    more. acceptance_histogram[j]: steps with j accepted drafts. num_spec_tokens: maximum number of drafts per step."""
+    """Drafts of a request, by vLLM's names. Only steps with drafts count; each yields its accepted drafts and one
+    token. acceptance_histogram[j]: steps with j accepted drafts. num_spec_tokens: most drafts per step."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -114,9 +121,9 @@ class SpeculativeDecoding(msgspec.Struct, omit_defaults=True):
 
 
 class AnswerTimes(msgspec.Struct, omit_defaults=True):
-    """Durations of a request's phases in milliseconds, and its speed. time_to_first_token_ms: from the first step.
-    generation_time_ms: from the first token to the last. mean_itl_ms: mean time between tokens. tokens_per_second: from
-    the first step to the last token."""
+    """Durations in milliseconds of a request's phases, and its speed. time_to_first_token_ms: from the first step.
+    generation_time_ms: from the first token to the last. mean_itl_ms: mean time between tokens. tokens_per_second:
+    first step to last token."""
 
     time_to_first_token_ms: float | None = None
     generation_time_ms: float | None = None

@@ -74,7 +74,6 @@ CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
     "input_prefix": ("",),
     "input_suffix": ("",),
     "json_schema": (),
-    "lora": ([],),
     "min_keep": (0,),
     "mirostat": (0,),
     "n_predict": (),

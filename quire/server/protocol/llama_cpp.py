@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
-from quire.server.protocol.common import Int32, RequestStruct, ShortString, TokenId
+from quire.server.protocol.common import Int32, LoraScale, RequestStruct, ShortString, TokenId
 from quire.server.protocol.pooling import MAX_INPUTS, PooledFields
 
 SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -30,7 +30,6 @@ CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
     "dry_multiplier": (0.0, 0),
     "dynatemp_range": (0.0, 0),
     "grammar": ("",),
-    "lora": ([],),
     "min_keep": (0,),
     "mirostat": (0, 0.0),
     "multimodal_data": ([],),
@@ -106,9 +105,9 @@ class SamplerFields(RequestStruct, kw_only=True, frozen=True):
 
 
 class LlamaFields(SamplerFields, kw_only=True, frozen=True):
-    """Fields of completions and infilling. n_predict: maximum number of tokens; 0: only compute the prompt; negative:
-    fill the context. t_max_predict_ms: time after the first token, after which the answer ends at its next line break.
-    response_fields: paths of the fields to return (`a/b`: b of a). num_drafts: maximum drafts per step."""
+    """Fields of completions and infilling. n_predict: most tokens; 0: only compute the prompt; negative: fill the
+    context. t_max_predict_ms: time after the first token, after which the answer ends at its next line break.
+    response_fields: paths of the fields to return (`a/b`: b of a). num_drafts: most drafts per step."""
 
     model: str | None = None
     stream: bool = False
@@ -118,6 +117,7 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
     return_tokens: bool = False
     t_max_predict_ms: Annotated[int, Meta(ge=0)] | None = None
     response_fields: Annotated[list[ShortString], Meta(max_length=MAX_RESPONSE_FIELDS)] | None = None
+    lora: Annotated[list[LoraScale], Meta(max_length=1024)] | None = None
     num_drafts: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = msgspec.field(name="speculative.n_max", default=None)
 
     NO_EFFECT: ClassVar[frozenset[str]] = IDLE
@@ -138,6 +138,8 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
             found["model"] = self.model
         if self.num_drafts is not None:
             found["num_speculative_tokens"] = self.num_drafts
+        if self.lora:
+            found["lora"] = msgspec.to_builtins(self.lora)
         if self.json_schema:
             found["response_format"] = {"type": "json_object", "schema": self.json_schema}
         limit = -1 if self.n_predict is None else self.n_predict

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
 from quire.sampling_params import UNAVAILABLE, RepetitionDetectionParams, SamplingParams
-from quire.server.protocol.common import Int32, ShortString, TokenId
+from quire.server.protocol.common import Int32, LoraScale, ShortString, TokenId
 from quire.server.protocol.structured import StructuredFields
 
 
@@ -23,13 +23,10 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(StructuredFields, kw_only=True, frozen=True):
-    """Fields of completions and chats.
-
-    logprob_token_ids: tokens whose log-probabilities are returned instead of the best ones. stream_interval: tokens of
-        each chunk after the first. return_tokens_as_token_ids: name tokens token_id:N in log-probabilities. Both
-        default to the server's settings. spaces_between_special_tokens: false only while special tokens are skipped.
-        vllm_xargs: arguments of logits processors.
-    """
+    """Fields of completions and chats. logprob_token_ids: tokens whose log-probabilities are returned instead of the
+    best ones. stream_interval: tokens of each chunk after the first. return_tokens_as_token_ids: name tokens token_id:N
+    in log-probabilities. Both default to the server's settings. spaces_between_special_tokens: false only while special
+    tokens are skipped. vllm_xargs: arguments of logits processors. lora: scales of llama.cpp's adapters."""
 
     n: Int32 | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=4096)] | None = None
@@ -48,6 +45,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     thinking_token_budget: Int32 | None = None
     num_speculative_tokens: Int32 | None = None
     vllm_xargs: dict[str, Any] | None = None
+    lora: Annotated[list[LoraScale], Meta(max_length=1024)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     stream_interval: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None

@@ -24,9 +24,8 @@ _OF_MESSAGES = (
 
 class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
     """Either `prompt` or `messages` with inputs of the chat template. add_special_tokens: default true for a prompt,
-    false for messages. return_token_strs: also return each token's vocabulary entry. content: text of a llama.cpp
-    client, answered in its form; add_special (default false) and with_pieces mean add_special_tokens and
-    return_token_strs."""
+    false for messages. return_token_strs: also return vocabulary entries. content: text of a llama.cpp client, answered
+    in its form; add_special (default false) and with_pieces mean add_special_tokens and return_token_strs."""
 
     model: str | None = None
     prompt: str | None = None
