@@ -35,8 +35,8 @@ class NamedPictures:
         self._num_bytes = 0
 
     def put(self, name: bytes, image: Any, digest: bytes = b"") -> None:
-        """Give a name to a picture, in place of its former one. image: file's bytes, or a program's picture, which is
-        copied. digest: the file's, for `holds`."""
+        """Give a name to a picture. image: file's bytes, or a program's picture, which is copied. digest: the
+        file's."""
         image, size = (image, len(image)) if isinstance(image, bytes) else _copied(image)
         size += ENTRY_BYTES
         with self._lock:
@@ -102,8 +102,8 @@ class OwnNames:
 async def prepared(
     picture: Picture, owner: str, names: Names, prepare: Callable[[Picture], Awaitable[ReadyMedium]]
 ) -> ReadyMedium:
-    """Prepare a picture, which may be known by its name alone, and keep its name. owner: client that named it. prepare:
-    gets a picture that is not ready. Raises UserError for an unknown name."""
+    """Prepare a picture, which may be known by its name alone, and keep its name. Raises UserError for an unknown
+    name."""
     if isinstance(picture.image, ReadyImage | ReadyVideo):
         return picture.image
     name = None if picture.uuid is None else name_key(owner, picture.uuid)

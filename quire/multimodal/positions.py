@@ -90,8 +90,7 @@ def row_fields(request: Placed) -> dict[str, Any]:
 
 
 def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
-    """Positions of the tokens from the first image to the end of the last, by column. images: at least one, in prompt
-    order."""
+    """Positions of the tokens from the first image to the end of the last, by column."""
     start = images[0].start
     return {
         name: TokenValues(start, values[start:].tolist())

@@ -81,9 +81,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Cost of attention of the layers of one kind on one device, in seconds. At the peak: per pair of a chunk's token
-    and a position, and per position of a single token. Of bytes: per position that a chunk or a single token reads, and
-    per token of a chunk."""
+    """Seconds of attention of the layers of one kind on one device. At the peak: per pair of a chunk's token and a
+    position, and per position of a single token. Of bytes: per position read, and per token of a chunk."""
 
     chunk_pair: float
     decode_pair: float
@@ -107,8 +106,7 @@ def windows_of(shape: ModelShape) -> Windows:
 
 
 class CostModel:
-    """Costs of one model's steps on one replica of a layout. Values that depend only on model and device are computed
-    once."""
+    """Costs of one model's steps on one replica of a layout."""
 
     def __init__(
         self,
@@ -120,9 +118,8 @@ class CostModel:
         expands_prompts: bool = False,
         vision: VisionConfig | None = None,
     ) -> None:
-        """expands_prompts: count a second copy of the matrices that expand latents for prompts. vision: tower that is
-        loaded (None: none). Raises UserError for a layout that the model cannot have, or a dtype that the device
-        lacks."""
+        """expands_prompts: count a second copy of the matrices that expand latents. vision: loaded tower. Raises
+        UserError for a layout that the model cannot have, or a dtype that the device lacks."""
         self.shape = shape
         self.hardware = hardware
         self.layout = layout or ParallelConfig()
@@ -258,8 +255,7 @@ class CostModel:
 
     @property
     def weight_bytes_per_device(self) -> float:
-        """Weight bytes of the largest pipeline stage, with a vocabulary table (embedding, output) in the first and the
-        last."""
+        """Weight bytes of the largest pipeline stage, with a vocabulary table in the first and the last."""
         shape, layout, precision = self.shape, self.layout, self.precision
         tables = shape.embedding_parameters * (1 if shape.is_tied or layout.pp > 1 else 2)
         all_tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
@@ -340,8 +336,8 @@ class CostModel:
     # -- operators --------------------------------------------------------------------------------------------------
 
     def _product(self, name: str, weights: float, width: float, layers: float, dtype: str) -> Product:
-        """Product of one name over `layers`. weights: elements on this device in one layer. width: elements of a row,
-        read and written."""
+        """Product over `layers`. weights: elements on this device in one layer. width: elements of a row, read and
+        written."""
         rate = self.hardware.peak(dtype) * self.hardware.factors.compute
         return Product(
             name,
@@ -442,8 +438,7 @@ class CostModel:
         )
 
     def _indexer_of(self, attention: AttentionShape, num_layers: int) -> AttentionCost:
-        """Costs of these layers' indexers, which each rank computes whole: all heads compare a query with one key per
-        earlier token."""
+        """Costs of these layers' indexers, which each rank computes whole."""
         factors, size = self.hardware.factors, attention.index_dim
         layers = num_layers * self._layers / self.shape.num_layers
         rate = self.hardware.peak(self.precision.activations) * factors.attention_compute

@@ -27,8 +27,8 @@ CACHED = 8.0
 @dataclass(frozen=True)
 class Factors:
     """Reached shares of the limits, each above 0 and at most 1 (CACHED for memory bandwidths). compute: matrix
-    products, relative to the peak. bandwidth: matrix products that read weights, and element-wise operators.
-    attention_compute, attention_bandwidth: the same in attention. link: all-reduce. pcie: swapping."""
+    products, relative to the peak. bandwidth: products that read weights, and element-wise operators.
+    attention_compute, attention_bandwidth: in attention. link: all-reduce. pcie: swapping."""
 
     compute: float = 0.7
     bandwidth: float = 0.8
@@ -47,15 +47,15 @@ class Factors:
 @dataclass(frozen=True)
 class Hardware:
     """One device of the cost model, in bytes, operations and seconds. bandwidth: the memory's bytes per second. peaks:
-    dtype -> dense matrix operations per second. link_bandwidth, link_latency: bytes per second and direction to its
-    peers in an all-reduce, and seconds before the first byte. pcie_bandwidth, pcie_latency: the same of copies to host
-    memory. launch_overhead: seconds of a kernel in a captured graph. host_overhead: seconds of planning between steps;
-    host_overhead_per_sequence, host_overhead_per_request, host_overhead_per_new_sequence: more for each. wake_overhead:
-    extra seconds of a step after IDLE_SECONDS without work. node_size: devices that the link connects.
-    network_bandwidth, network_latency: between nodes, per device and direction. half_rows: rows at which a matrix
-    product reaches half of its full rate. token_overhead, sequence_overhead, new_sequence_overhead: further device
-    seconds. run_overhead: bytes in whose time attention of a single token moves to the next run of contiguous keys or
-    values. source: origin of the numbers; "": data sheets and usual factors. kind: "gpu" or "cpu"."""
+    dtype -> dense matrix operations per second. link_bandwidth, link_latency: bytes per second and direction in an
+    all-reduce, and seconds before the first byte. pcie_bandwidth, pcie_latency: of copies to host memory.
+    launch_overhead: seconds of a kernel in a captured graph. host_overhead: seconds of planning between steps;
+    host_overhead_per_*: more for each. wake_overhead: extra seconds of a step after IDLE_SECONDS without work.
+    node_size: devices that the link connects. network_bandwidth, network_latency: between nodes, per device and
+    direction. half_rows: rows at which a matrix product reaches half of its full rate. token_overhead,
+    sequence_overhead, new_sequence_overhead: further device seconds. run_overhead: bytes in whose time attention of a
+    single token moves to the next run of contiguous keys or values. source: origin of the numbers; "": data sheets and
+    usual factors. kind: "gpu" or "cpu"."""
 
     name: str
     title: str
@@ -97,8 +97,7 @@ class Hardware:
 
 
 def find(name: str) -> Hardware:
-    """The profile of a name (case does not matter) or of a JSON file from `quire simulate calibrate`. Raises UserError,
-    with the nearest name suggested."""
+    """Profile of a name (case does not matter) or of a JSON file from `quire simulate calibrate`. Raises UserError."""
     known = profiles()
     if name.lower() in known:
         return known[name.lower()]

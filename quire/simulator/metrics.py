@@ -1,5 +1,4 @@
-"""Metrics of a simulated run (docs/simulator.md defines them): distributions of latencies, and a replica's state over
-time, in bounded memory."""
+"""Metrics of a simulated run (docs/simulator.md), in bounded memory."""
 
 from __future__ import annotations
 

@@ -69,8 +69,7 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per output token after the first. None for a single token, and for a beam search, which reports
-        all at its end."""
+        """Mean seconds per output token after the first. None for a single token, and for a beam search."""
         if self.num_tokens < 2 or self.request.beam_width:
             return None
         return (self.finish - self.first_token) / (self.num_tokens - 1)
@@ -240,8 +239,8 @@ class Replica:
         return self.finish_run()
 
     def advance(self, until: float) -> None:
-        """Make steps until the clock reaches `until` (the last step may pass it) or no work is left; then set the clock
-        to it, unless it is infinite."""
+        """Make steps until the clock reaches `until` (the last step may pass it) or no work is left; then set a clock
+        that is behind to it."""
         clock, core = self.clock, self.core
         while clock.now() < until and core.has_work:
             self.step()

@@ -65,8 +65,8 @@ class SweepResult:
 
 def layouts(scenario: Scenario, num_devices: int) -> list[ParallelConfig]:
     """Layouts of exactly `num_devices` devices in which the model fits: tensor parallelism in powers of two, at most
-    MAX_STAGES stages, experts in each replica or spread over all devices, a context on one device or dealt to several.
-    Raises UserError, with the last one's reason, when there is none."""
+    MAX_STAGES stages, experts in each replica or over all devices, contexts whole or dealt. Raises UserError, with the
+    last one's reason, when there is none."""
     if num_devices < 1:
         raise UserError(f"a sweep needs at least 1 device, not {num_devices}", param="gpus")
     found, reason = [], "there is none"

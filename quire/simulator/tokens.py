@@ -1,5 +1,5 @@
-"""Made-up token ids with the prefix-cache hits of real ones. A prompt is a run of consecutive numbers: the run of its
-group, which it shares, then numbers of its own. If a prompt is its group's whole run, its output continues the run."""
+"""Made-up token ids with the prefix-cache hits of real ones. A prompt has consecutive numbers: its group's run, then
+numbers of its own. If it is its group's whole run, its output continues the run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Streams:
 
 
 def is_turn(new: NewSequence) -> bool:
-    """True if a new sequence is a turn of a conversation: its whole prompt is a group's run, with one sample."""
+    """True for a turn of a conversation: the whole prompt is a group's run, with one sample."""
     first, last = new.token_ids[0], new.token_ids[new.num_prompt_tokens - 1]
     return (
         first >= GROUP_TOKENS and last - first == new.num_prompt_tokens - 1 and new.sampling.params.num_sequences == 1

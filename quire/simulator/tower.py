@@ -22,8 +22,7 @@ LARGEST_TOKENS = 16_384
 
 @dataclass(frozen=True)
 class TowerCost:
-    """Costs of a tower that each rank has whole. dtype: type of its weights and products. link: latency and bytes per
-    second between ranks."""
+    """Costs of a tower that each rank has whole. link: latency and bytes per second between ranks."""
 
     vision: VisionConfig
     hardware: Hardware
@@ -49,7 +48,7 @@ class TowerCost:
         return self._product(weights, patches) + 4 * size * patches * seen / rate + launches
 
     def end_seconds(self, num_tokens: int) -> float:
-        """Seconds of patches' embeddings and of mergers for a picture, and of its features' way to other ranks."""
+        """Seconds of a picture outside layers: embeddings, mergers, and its features' way to other ranks."""
         vision = self.vision
         merger = (1 if vision.is_pooled else vision.merged_size + vision.output_size) * vision.merged_size
         total = self._product(vision.patch_values * vision.hidden_size, num_tokens * vision.merge_size**2)
@@ -106,8 +105,7 @@ def with_images(number: int, tokens: list[int], request: TraceRequest) -> list[i
 
 
 def placed(number: int, request: TraceRequest, cost: TowerCost) -> list[PromptImage]:
-    """Pictures in a prompt, behind the tokens that its group shares. Raises UserError for sizes that the model has
-    not."""
+    """Pictures in a prompt, behind its group's tokens. Raises UserError."""
     found, start, vision = list[PromptImage](), request.prefix_tokens, cost.vision
     for index, image in enumerate(request.images):
         if vision.is_pooled and image.num_tokens != vision.image_tokens:
