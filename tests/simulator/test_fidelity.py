@@ -229,7 +229,7 @@ def test_plans_with_pictures(depth: int) -> None:
         "num_threads": 1,
         "preemption_mode": "recompute",
     }
-    config = resolve(EngineOptions(model="bundled-sights", load_format="dummy", preemption_mode="recompute", **options))
+    config = resolve(EngineOptions(model="bundled-sights", load_format="dummy", **options))
     settings = EngineSettings(max_model_len=config.model.max_model_len, **limits)
     expected, found = engine_plans(config, IMAGES), simulated_plans(config, settings, IMAGES)
     for number, (engine, simulated) in enumerate(zip(expected, found, strict=False)):
