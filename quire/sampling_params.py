@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -67,15 +67,17 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
 class _NamesTheNearest(type(msgspec.Struct)):  # type: ignore[misc]  # a metaclass that is no plain class
     """Adds the nearest field's name to the error for an unknown keyword."""
 
-    def __call__(cls, *arguments: Any, **fields: Any) -> Any:
-        try:
-            return super().__call__(*arguments, **fields)
-        except TypeError:
-            for name in fields:
-                if name not in cls.__struct_fields__:
-                    nearest = nearest_name(name, cls.__struct_fields__)
-                    raise TypeError(f"{cls.__name__} has no field {name!r}{nearest}") from None
-            raise
+    if not TYPE_CHECKING:  # editors would take this signature for the fields'
+
+        def __call__(cls, *arguments: Any, **fields: Any) -> Any:
+            try:
+                return super().__call__(*arguments, **fields)
+            except TypeError:
+                for name in fields:
+                    if name not in cls.__struct_fields__:
+                        nearest = nearest_name(name, cls.__struct_fields__)
+                        raise TypeError(f"{cls.__name__} has no field {name!r}{nearest}") from None
+                raise
 
 
 class SamplingParams(
@@ -118,9 +120,9 @@ class SamplingParams(
     """Logit subtracted from a token for each time it was generated before, from -2 to 2."""
     repetition_penalty: float = 1.0
     """Divisor of positive logits and factor of negative ones, for tokens of the prompt and generated ones. At least
-    0.01: smaller values could leave the range of the scores."""
+    0.01, or scores could leave their range."""
     seed: int | None = None
-    """Makes the request's tokens reproducible whatever else runs. None: drawn from the engine's seed."""
+    """Makes the request's tokens reproducible. None: drawn from the engine's seed."""
     stop: list[str] | str | None = None
     """Strings that end the text. The text excludes them, unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None

@@ -1,5 +1,3 @@
-"""Input of messages and commands, from a terminal or a pipe."""
-
 from __future__ import annotations
 
 import os
@@ -53,8 +51,7 @@ def history_file() -> Path:
 
 
 class Keyboard:
-    """Terminal input. A paste is one message, triple quotes enclose several lines, Ctrl-C discards the input, Ctrl-D
-    leaves.
+    """Terminal input. A paste is one message; Ctrl-C discards the input, Ctrl-D leaves.
 
     commands: command name -> help. options: command name -> words that may follow.
     """

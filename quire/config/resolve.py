@@ -99,6 +99,7 @@ STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "modelopt", "nvfp4"
 CACHE_OPTIONS = ("kv_cache_memory", "num_blocks_override", "swap_space", "kv_offload_dir")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
+SCHEDULING_POLICIES = ("priority", "fcfs")
 DEFAULT_OFFLOAD_SIZE = 16 * 2**30
 MAX_BLOCK_SIZE = 1024
 MAX_GIBIBYTES = 2**30
@@ -119,8 +120,7 @@ MAX_NUM_SEQS = 65536
 THREADS_ALLOWED_PER_CORE, LEAST_THREADS_ALLOWED = 4, 256
 """A process's threads are refused above the larger of both limits."""
 STAGED_TOKENS, STAGED_CHUNK = 512, 256
-"""Token budget of a step with pipeline stages, and most tokens of one prompt in it: long prompts are cut so that all
-stages compute."""
+"""Token budget of a step with pipeline stages, and one prompt's most in it: cut prompts keep all stages busy."""
 CPU_DEFAULTS = Defaults(max_num_seqs=128, max_num_batched_tokens=2048, memory_utilization=0.5, queue_depth=1)
 DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory_utilization=0.9, queue_depth=2)
 
@@ -574,7 +574,7 @@ def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -
         max_num_seqs=max_num_seqs,
         max_prefill_chunk=positive("max_prefill_chunk", chunk),
         queue_depth=queue_depth,
-        scheduling_policy=choice("scheduling_policy", options.scheduling_policy, ("priority", "fcfs")),
+        scheduling_policy=choice("scheduling_policy", options.scheduling_policy, SCHEDULING_POLICIES),
         priority_seconds=options.priority_seconds,
         preemption_mode=options.preemption_mode,
         whole_prompts=model.takes_whole_prompts,

@@ -28,13 +28,13 @@ SPARKS = "▁▂▃▄▅▆▇█"
 STATUSES = ("running", "preempted", "swapped", "waiting", "pinned")
 REQUESTS_SHOWN = 12
 ADAPTERS_SHOWN = 6
-"""Maximum number of adapter names shown for running and for waiting requests."""
+"""Maximum adapter names shown for running and for waiting requests."""
 MAP_ROWS = 24
-"""Maximum number of lines of the map; cells of a larger pool show several blocks."""
+"""Maximum lines of the map; a larger pool's cells show several blocks."""
 SMALL_HEIGHT, NARROW_WIDTH = 34, 90
-"""Lines below which requests come before the map, and columns below which less is told of each."""
+"""Lines below which requests precede the map, columns below which less is told of each."""
 FRAME_ROWS = 8
-"""Lines of a small screen besides requests and map: title, rates, counts, heads, the map's border, ended requests."""
+"""Lines of a small screen besides requests and map."""
 MIN_MAP_ROWS = 2
 
 ORDERS: dict[str, Callable[[RequestView], float]] = {
@@ -99,15 +99,19 @@ def counts_of(kv: KVSnapshot) -> dict[str, int]:
 
 
 def render(
-    frame: Frame, history: History, url: str, *, order: str = QUEUE_ORDER, size: tuple[int, int] | None = None
+    frame: Frame,
+    history: History,
+    url: str,
+    *,
+    order: str = QUEUE_ORDER,
+    size: tuple[int, int | None] = (NARROW_WIDTH, None),
 ) -> RenderableType:
-    """Screen of `quire top` for a frame. order: QUEUE_ORDER or one of ORDERS. size: columns and lines; None: as long as
-    it gets."""
+    """Screen of `quire top` for a frame. order: QUEUE_ORDER or one of ORDERS. size: columns and lines (None: any)."""
     counts = counts_of(frame.kv)
     title = Text.assemble(("Quire ", "bold"), (frame.model, "bold cyan"), f"  {url}  ", (frame.backend, "dim"))
     if frame.is_draining:
         title.append("  shutting down", "bold red")
-    width, height = size or (NARROW_WIDTH, SMALL_HEIGHT)
+    width, height = size[0], size[1] or SMALL_HEIGHT
     is_small = height < SMALL_HEIGHT
     num_requests = min(REQUESTS_SHOWN, max(1, (height - FRAME_ROWS) // 2)) if is_small else REQUESTS_SHOWN
     map_rows = max(0, height - FRAME_ROWS - min(num_requests, len(frame.kv.requests))) if is_small else MAP_ROWS

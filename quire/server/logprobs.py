@@ -13,11 +13,14 @@ from quire.tokenization.tokenizer import Tokenizer
 LOWEST = -9999.0
 """Substitute for minus infinity, which JSON lacks."""
 
+ID_MARK = "token_id:"
+
 Entry = dict[int, Logprob]
 
 
 class CompletionColumns:
-    """Writer of a choice's four columns, in token order: echoed prompt, then completion, each after `begin_text`."""
+    """Writer of a completion's log-probabilities, four columns, in token order: echoed prompt, then completion, each
+    after `begin_text`."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         """as_ids: name tokens by their ids."""
@@ -100,7 +103,7 @@ def prompt_logprobs(entries: Sequence[Entry | None] | None) -> PromptLogprobs | 
 
 def id_name(token_id: int) -> str:
     """vLLM's name of a token that its text may not identify."""
-    return f"token_id:{token_id}"
+    return f"{ID_MARK}{token_id}"
 
 
 def _by_name(entry: Entry, as_ids: bool) -> dict[str, float]:

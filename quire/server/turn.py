@@ -1,6 +1,4 @@
-"""Turn of the assistant, on which other conversation APIs are built.
-
-/v1/messages and /v1/responses convert their requests to chat completions, and the answer's events to their own
+"""Turn of the assistant: other APIs convert their requests to chat completions, and the answer's events to their own
 (docs/decisions/0043-one-pipeline-of-answers.md).
 """
 
@@ -56,7 +54,7 @@ class Segment:
         """Log-probabilities of the text's tokens, if requested."""
 
     def as_opened(self) -> Segment:
-        """The part before its first piece."""
+        """Segment as it is before its first piece, for the event that opens it."""
         return Segment(self.index, self.kind, self.call_id, self.name)
 
     def append(self, piece: str) -> None:
