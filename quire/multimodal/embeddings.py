@@ -1,4 +1,4 @@
-"""Features that a client computed of an image itself (`image_embeds`): read and checked before the engine sees them.
+"""Features that a client computed of an image (`image_embeds`).
 
 Over HTTP they are files of `torch.save` in base64, read without torch and without running a pickle.
 """
