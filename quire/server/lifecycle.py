@@ -23,7 +23,7 @@ SHUTDOWN_GRACE_SECONDS = 2
 
 
 def heed_hangups(settings: ServerSettings) -> None:
-    """Without a terminal, SIGHUP orders a renewal of certificates, which `--enable-ssl-refresh` does anyway."""
+    """Ignore SIGHUP without a terminal: certificates are renewed anyway."""
     if settings.enable_ssl_refresh and not _has_terminal():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
