@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from quire.multimodal.videos import AnyVideoProcessor
 
 MAX_FETCHES = 8
-"""Pictures fetched from URLs at the same time."""
 OBJECT_BYTES = 2**20
 """Size in bytes that a picture object counts for in the queue."""
 _HELPER = "quire.multimodal.preparing:prepare_file"
@@ -39,14 +38,14 @@ _VIDEOS = msgspec.msgpack.Decoder(ReadyVideo)
 
 
 class ThreadedNames(OwnNames):
-    """Names over pictures of this process, which are copied outside the event loop."""
+    """Content names (hashes) of pictures decoded in this process, which are copied outside the event loop."""
 
     async def put(self, name: bytes, image: Any) -> None:
         await asyncio.to_thread(self._pictures.put, name, image)
 
 
 class Pictures:
-    """Makes pictures ready. Helper processes decode files; results are cached by content."""
+    """Makes pictures ready. Helper processes decode files; results are cached by content. One per front end."""
 
     def __init__(self, front_end: FrontEnd, threads: FairThreads) -> None:
         """threads: pool that waits for the helpers."""
@@ -54,7 +53,7 @@ class Pictures:
         self._helpers = front_end.helpers
         self._threads = threads
         self._video_thread = FairThreads(1, "quire-video", long_size=math.inf)
-        """A video of a few bytes may take a minute, in which texts and images do not wait for it."""
+        """Thread of videos: one may take a minute."""
         self._fetching = ThreadPoolExecutor(MAX_FETCHES, "quire-fetch")
         self.kept = ReadyImages(front_end.config.media.cache_bytes)
         self.names: Names = ThreadedNames(front_end.named_pictures)
@@ -81,8 +80,8 @@ class Pictures:
     async def ready(
         self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions = NO_OPTIONS
     ) -> list[ReadyMedium]:
-        """Prepare the pictures of one prompt, in order. Only one unresized picture is in memory at a time. Raises
-        UserError naming the picture, and PromptTooLongError as soon as the context is full."""
+        """Prepare the pictures of one prompt, one at a time. Raises UserError naming the picture, and
+        PromptTooLongError as soon as the context is full."""
         longest = self._front_end.input_processor.max_model_len
         found: list[ReadyMedium] = []
         for picture in await self._fetched(inputs, pictures):

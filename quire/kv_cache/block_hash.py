@@ -1,7 +1,7 @@
 """Chained content hashes of full blocks: equal hashes mean equal tokens from position 0 on, in the same tenant. h(-1) =
 SHA-256(root label, salt); h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32, extra keys of block i,
-each after its length as little-endian uint32). Extra keys are other dependencies of the content, such as the image at a
-placeholder. Values are equal in every process."""
+each after its length as little-endian uint32). Extra keys: other dependencies of the content, such as a placeholder's
+image."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ NO_KEYS: Mapping[int, tuple[bytes, ...]] = MappingProxyType({})
 
 ROOT = -1
 """Block index of keys that belong to the root of a hash chain."""
+_PLACED = b"image"
+_PLACE = struct.Struct("<q")
+
+
+def placed_key(place: int, content: bytes) -> bytes:
+    """Extra key of a block for an image that begins at `place` in it, below 0 if in an earlier block."""
+    return _PLACED + _PLACE.pack(place) + content
+
+
+def _is_before(key: bytes, num_tokens: int) -> bool:
+    return not key.startswith(_PLACED) or _PLACE.unpack_from(key, len(_PLACED))[0] < num_tokens
 
 
 def _written(keys: Sequence[bytes]) -> bytes:
@@ -31,7 +42,8 @@ class HashChain:
     __slots__ = ("_block_size", "_extra_keys", "hashes")
 
     def __init__(self, block_size: int, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> None:
-        """Chain for one sequence. extra_keys: block index -> further dependencies of its content."""
+        """Chain of a new sequence; block_size in tokens, salt: scope of sharing. extra_keys: block index -> further
+        dependencies of its content."""
         self._block_size = block_size
         self._extra_keys = extra_keys
         root = hashlib.sha256(_ROOT_LABEL + salt.encode()).digest()
@@ -40,7 +52,8 @@ class HashChain:
         """hashes[0] is the root's, hashes[i + 1] block i's."""
 
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Hash the sequence's first `num_blocks` blocks; `token_ids` must have their tokens."""
+        """Hash the sequence's first `num_blocks` blocks; `token_ids` must have their tokens. No effect on blocks hashed
+        before."""
         hashes, size, extra_keys = self.hashes, self._block_size, self._extra_keys
         first = len(hashes) - 1
         if num_blocks <= first:
@@ -63,6 +76,10 @@ class HashChain:
 
     def block_hash(self, block: int) -> bytes:
         return self.hashes[block + 1]
+
+    def keys_before(self, block: int, num_tokens: int) -> list[bytes]:
+        """Extra keys of the first tokens of a block, without those of images that begin behind them."""
+        return [key for key in self._extra_keys.get(block, ()) if _is_before(key, num_tokens)]
 
     def num_shared(self, other: HashChain) -> int:
         """Number of leading blocks with equal hashes in both chains, in logarithmic time."""

@@ -1,6 +1,5 @@
-"""Registered prefixes (docs/prefixes.md): the paper's shared prefixes (§4.4). They own their blocks like sequences, so
-they are never evicted. `RegisteredPrefixes` finds the last, partly filled block, which is copied before a sequence's
-first write."""
+"""Registered prefixes (docs/prefixes.md): the paper's shared prefixes (§4.4). They own their blocks, so these are never
+evicted. The last, partial block is copied before a sequence's first write."""
 
 from __future__ import annotations
 
@@ -80,7 +79,11 @@ class RegisteredPrefixes:
             for prefix in self._by_parent.get(chain.hashes[num_blocks], ()):
                 is_in_range = min_tokens <= prefix.num_tokens <= max_tokens
                 if is_in_range and list(token_ids[num_blocks * size : prefix.num_tokens]) == prefix.tail:
-                    return prefix
+                    own = prefix.blocks.chain
+                    assert own is not None
+                    length = len(prefix.tail)
+                    if chain.keys_before(num_blocks, length) == own.keys_before(num_blocks, length):
+                        return prefix
         return None
 
     def _parent(self, prefix: RegisteredPrefix) -> bytes:

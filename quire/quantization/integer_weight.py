@@ -24,8 +24,7 @@ class IntegerWeight(QuantizedWeight):
     output row). scales, offsets: [N, K / group_size] float32; offsets may be None (all zero) for 8 bits only.
     column_order: [K] int32, a permutation, or None: column k of `values` belongs to input feature column_order[k].
 
-    The constructor raises ModelLoadError for parts that do not fit together, values out of range, and scales and
-    offsets that are not finite.
+    Raises ModelLoadError for parts that do not fit, values out of range, and infinite scales and offsets.
     """
 
     values: torch.Tensor

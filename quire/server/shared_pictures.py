@@ -1,4 +1,4 @@
-"""Pictures that clients of several API processes have named, which the parent has: the messages about them."""
+"""Messages about pictures that clients have named, which API processes' parent has."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ParentsNames:
 
 
 class PictureService:
-    """Parent's half. Several threads call its methods."""
+    """Parent's half: keeps named pictures of all API processes. Several threads call its methods."""
 
     def __init__(self, pictures: NamedPictures) -> None:
         self._pictures = pictures

@@ -1,5 +1,3 @@
-"""CPU platform: native kernels or plain torch operators."""
-
 from __future__ import annotations
 
 import os
@@ -70,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class CpuPlatform:
-    """Platform of a CPU: work has run when a call returns."""
+    """Platform of a worker on a CPU: work has run when a call returns."""
 
     def __init__(
         self,
@@ -215,7 +213,7 @@ class CpuPlatform:
         if isinstance(found, NoImages):
             return None
         encoder = load_vision(self._config.model, self._config.load, self._group, self._runtime)
-        return ImageOverlays(encoder, found.processor)
+        return ImageOverlays(encoder, found.processor, found.largest_tokens, self._group)
 
     def meter(self) -> CpuMeter:
         samples_tokens = self._config.model.pooling is None and self.stage.is_last
