@@ -164,7 +164,7 @@ class HostDrafts:
 
 
 def num_to_skip(num_fruitless: int) -> int:
-    """Number of steps to plan without a look-up after this many fruitless ones in a row."""
+    """Number of next steps without a look-up, behind `num_fruitless` fruitless ones in a row."""
     return max(0, STRIDE * min(MOST_STRIDES, num_fruitless // PATIENCE) - 1)
 
 
