@@ -42,7 +42,7 @@ class CachedBlocks(Protocol):
 
 
 class EngineScheduler(Protocol):
-    """What the engine core calls: plans steps and processes their results, in order; `schedule` and `update` alternate
+    """The engine core's scheduler: plans steps and processes their results, in order; `schedule` and `update` alternate
     freely otherwise."""
 
     @property
