@@ -15,7 +15,7 @@ from quire.executors.interface import VitalSigns
 from quire.utils.heartbeat import BEAT_SECONDS, SILENCE_LIMIT, Progress, encode_beat, encode_stopped
 
 ENGINE_STOPPED = -1
-"""In place of a rank: the engine process itself is stopped."""
+"""Rank number that stands for the engine process itself."""
 
 
 def name_stopped(stopped: int | None) -> str:

@@ -40,7 +40,7 @@ JOIN = "join"
 """First call: its answer says that all ranks have met."""
 EXECUTE = "execute"
 LAUNCH, SAMPLE = "launch", "sample"
-"""Replacement of EXECUTE for a plan that expects sampling inputs: forward pass now, samples when they come."""
+"""Message like EXECUTE for a plan that expects sampling inputs: forward pass now, samples when they come."""
 STEPS = (EXECUTE, LAUNCH, SAMPLE)
 
 

@@ -167,7 +167,7 @@ class AdapterGate:
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
         self._lines: dict[str, float] = {}
-        """As `AdapterSlots.crowded_out`, for background requests."""
+        """Background requests' `AdapterSlots.crowded_out`."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         slots, adapter = self._slots, request.adapter
