@@ -1,6 +1,5 @@
-"""Limit on the tokens of a model's thoughts: at the limit, the end mark of the thoughts is forced.
-
-It is a constraint (quire/decoding/masks.py) around the request's own, if any.
+"""Limit on a model's thoughts: at it, their end mark is forced. A constraint (quire/decoding/masks.py) around the
+request's own, if any.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class StepFuture(Protocol):
 
 
 class Executor(Protocol):
-    """What the engine core calls: runs plans on one or more workers, strictly in order. Life: load, profile, allocate,
+    """The engine core's executor: runs plans on one or more workers, strictly in order. Life: load, profile, allocate,
     execute ..., shutdown."""
 
     def load_model(self) -> list[LayerSpec]:

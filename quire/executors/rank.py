@@ -1,7 +1,4 @@
-"""Process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
-
-RankProcesses starts it and writes a RankLaunch to its standard input.
-"""
+"""Process of one rank, started by RankProcesses: runs an executor and answers the engine core's calls with messages."""
 
 from __future__ import annotations
 

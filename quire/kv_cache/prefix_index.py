@@ -1,7 +1,5 @@
-"""Prefix index: blocks by content, and the sequences about to compute one.
-
-Each live sequence has at most one pending block: its first full block with known tokens that it has not offered yet,
-which a prompt that shares it finds right after its hit.
+"""Prefix index: blocks by content, and sequences about to compute one. A live sequence has at most one pending block:
+its first full block with known tokens not yet offered.
 """
 
 from __future__ import annotations

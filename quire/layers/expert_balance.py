@@ -1,7 +1,4 @@
-"""Experts that change their ranks between steps, so ranks compute equally many rows.
-
-Experts are exchanged a few before each step. An expert's result does not depend on its rank.
-"""
+"""Experts that change their ranks between steps, a few before each, so ranks compute equally many rows."""
 
 from __future__ import annotations
 

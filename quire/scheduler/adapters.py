@@ -1,7 +1,5 @@
-"""Scheduler's view of adapters: the workers' slots, and the requests that wait for a load.
-
-A slot is reused only while no running request uses it. A request whose adapter is not loaded waits (AdapterGate) while
-others start.
+"""Scheduler's view of adapters. A slot is reused only while no running request uses it. A request whose adapter is not
+loaded waits (AdapterGate) while others start.
 """
 
 from __future__ import annotations

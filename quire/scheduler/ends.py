@@ -91,8 +91,8 @@ class Ends:
         self.fail(sequence, reason)
 
     def fail(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence that cannot continue, unless it has ended; `report_unmatched` reports it. For a token that an
-        adapter, mask or matcher made impossible."""
+        """End a sequence that cannot continue, unless it has ended; `report_unmatched` reports it. For a failed logits
+        processor, and for `end_unmatched`."""
         if sequence.finish_reason is None:
             self.unmatched.append((sequence, reason))
             self.end(sequence.request, [sequence], FinishReason.ERROR)

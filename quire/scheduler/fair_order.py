@@ -1,8 +1,6 @@
-"""Fair order of clients: the place of a request among the waiting ones of other clients (docs/scheduling.md).
-
-Clients are served in rounds: between two requests of one client each other client has one turn. A request's place is
-decided once, at its arrival, by the time at which it counts as arrived (`Request.order_time`). A client's first request
-waits for at most one request of each other client. Rounds are of requests of one priority.
+"""Fair order of clients (docs/scheduling.md): in rounds of one priority, between two requests of a client each other
+client has one turn. A request's place is decided at its arrival, by the time at which it counts as arrived
+(`Request.order_time`).
 """
 
 from __future__ import annotations

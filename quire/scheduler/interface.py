@@ -43,7 +43,7 @@ class CachedBlocks(Protocol):
 
 
 class EngineScheduler(Protocol):
-    """What the engine core calls: plans steps and processes their results, in order; `schedule` and `update` alternate
+    """The engine core's scheduler: plans steps and processes their results, in order; `schedule` and `update` alternate
     freely otherwise."""
 
     @property
@@ -74,12 +74,12 @@ class EngineScheduler(Protocol):
         ...
 
     def abort_all(self, now: float) -> list[SequenceUpdate]:
-        """End all requests except registrations of prefixes; the updates report it. For a sleep or shutdown."""
+        """End all requests except registrations of prefixes; the updates report it. For a pause or sleep that
+        aborts."""
         ...
 
     def hold_new(self, is_held: bool) -> None:
-        """Keep unstarted requests in the queue, or let them start again. Preempted requests continue. For drains and
-        sleeps."""
+        """Keep unstarted requests in the queue, or let them start again. Preempted requests continue. For a pause."""
         ...
 
     def expire(self, now: float) -> list[SequenceUpdate]:

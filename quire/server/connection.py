@@ -35,7 +35,7 @@ MAX_NUM_SURPLUS = 256
 
 
 class Phase(enum.IntEnum):
-    """What an HTTP connection waits for; its deadline, except ANSWER's, starts with it."""
+    """Phase in which an HTTP connection waits; its deadline, except ANSWER's, starts with it."""
 
     IDLE = 0
     """Waiting for the first byte of a request."""

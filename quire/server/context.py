@@ -39,8 +39,8 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class ServerContext:
-    """What all routes of one server share: engine, settings, models, counters. `created`: Unix time of its start, in
-    seconds."""
+    """Parts that all routes of one server share: engine, settings, models, counters. `created`: Unix time of its start,
+    in seconds."""
 
     engine: AsyncLLM
     tokenizer: Tokenizer

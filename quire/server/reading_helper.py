@@ -1,5 +1,5 @@
-"""Reader of large request bodies in a helper process, which holds no other thread up and whose processor time is
-limited. It parses and checks the body and makes the messages."""
+"""Reader of large request bodies in a helper process, whose processor time is limited: parses and checks them for
+reading.py."""
 
 from __future__ import annotations
 

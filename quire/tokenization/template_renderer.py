@@ -1,6 +1,5 @@
-"""Renderer of chat templates, in a helper process (helper_process.py).
-
-It runs in Jinja's sandbox, under the system's limits on time and memory. It imports only Jinja and msgspec.
+"""Renderer of chat templates, in a helper process (helper_process.py), in Jinja's sandbox, under limits on time and
+memory. It imports only Jinja and msgspec.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Limits on the number and length of entries in a tokenizer's files.
-
-Values are counted before the `tokenizers` library reads a file.
-"""
+"""Limits on number and length of entries in a tokenizer's files, checked before the `tokenizers` library reads them."""
 
 from __future__ import annotations
 

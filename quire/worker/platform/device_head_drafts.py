@@ -1,7 +1,6 @@
-"""Drafts of a head on a device (quire/worker/head_drafts.py has the host version and says what it does).
-
-After a step's acceptance the head computes all tokens of the step, rejected drafts too, whose keys later steps write
-over. The device keeps the result for each sequence's last accepted token."""
+"""Drafts of a head on a device (quire/worker/head_drafts.py has the host version). After acceptance the head computes
+all of a step's tokens, rejected drafts too, whose keys later steps write over. The device keeps the result for each
+sequence's last accepted token."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Drafts of a smaller model on a device (quire/worker/model_drafts.py has the host version and says what it does).
-
-A pass at the start of a step computes the last tokens that the draft model may lack: after a step with drafts two.
+"""Drafts of a smaller model on a device (quire/worker/model_drafts.py has the host version). A pass at a step's start
+computes the last tokens that the draft model may lack: two after drafts.
 """
 
 from __future__ import annotations
