@@ -310,12 +310,16 @@ class ModelShape:
         total = 0
         for layer, count in self.layer_counts.items():
             own = sum(inputs + outputs for inputs, outputs in layer.projections)
-            if layer.attention.kind in ("full", "sliding", "chunked"):
-                own += 2 * layer.projections[0][0]  # queries, keys and values are counted as one matrix
+            own += 2 * layer.projections[0][0]  # matrices that `projections` counts as one, or that rows split
+            if layer.attention.kind == "full":
+                keys = 2 * layer.attention.num_kv_heads * layer.attention.key_dim
+                is_gated = layer.projections[0][1] > layer.projections[1][0] + keys
+                own += is_gated * layer.projections[0][0]
             if width := _dense_width(layer):
                 own += (3 if self.is_gated else 2) * (self.hidden + width)
             if layer.experts is not None:
                 own += self.hidden + layer.experts.num_experts
+                own += (self.hidden + 1) if layer.experts.shared_intermediate else 0  # a gate
             total += count * own
         return total
 

@@ -218,6 +218,35 @@ class AdapterPlace:
         storage.load(self.stack, slot, self.piece, LowRank(own_a, own_b, scale))
 
 
+class SplitPlace(AdapterPlace):
+    """Target of the A and B of a checkpoint matrix whose rows belong to several layers with the same inputs."""
+
+    def __init__(self, rows: int, places: Sequence[tuple[AdapterPlace, torch.Tensor]]) -> None:
+        """rows: of the checkpoint's matrix. places: each layer's target, and its rows."""
+        self._rows, self._places = rows, places
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._rows, self._places[0][0].shape[1]
+
+    @property
+    def local_elements(self) -> int:
+        return sum(place.local_elements for place, _ in self._places)
+
+    def ordered(self, order: torch.Tensor) -> AdapterPlace:
+        return SplitPlace(self._rows, [(place, order[rows]) for place, rows in self._places])
+
+    def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        for place, rows in self._places:
+            place.load(storage, slot, a, b[rows], scale)
+
+
+def split_place(rows: int, places: Sequence[AdapterPlace | None], orders: Sequence[torch.Tensor]) -> SplitPlace | None:
+    """Target of a matrix with the rows `orders[i]` in place i; None without adapters."""
+    found = [(place, order) for place, order in zip(places, orders, strict=True) if place is not None]
+    return SplitPlace(rows, found) if found else None
+
+
 def padded(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
     """Pad one dimension with zeros to a multiple."""
     missing = -tensor.shape[dim] % multiple

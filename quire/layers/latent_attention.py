@@ -17,6 +17,7 @@ from quire.kernels.arguments import LatentExpansion, LatentShape
 from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LatentSpec
+from quire.layers.adapters import split_place
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.latent_index import IndexHeads, LatentIndexer
 from quire.layers.linear import LocalRows, RowParallelLinear
@@ -154,8 +155,12 @@ class LatentAttention:
             **self._output.slots("o_proj"),
             **({} if self._indexer is None else prefixed("indexer", self._indexer.slots())),
         }
+        places = self._query.place(), self._turned_query.place()
         queries = WeightSlot(
-            (query, self._query_size), self._load_queries, self._query.nbytes + self._turned_query.nbytes
+            (query, self._query_size),
+            self._load_queries,
+            self._query.nbytes + self._turned_query.nbytes,
+            adapter=split_place(query, places, self._query_rows()),
         )
         if self._compress_query is None or self._query_norm is None:
             return {**slots, "q_proj.weight": queries}
@@ -186,9 +191,13 @@ class LatentAttention:
         self, name: str, num_rows: int, load: Callable[[str, WeightSource], None], *, bias: bool
     ) -> WeightSlots:
         whole, turned = self._compress, self._turned_key
+        rows = torch.arange(self._heads.rank), self._heads.rank + self._turned_rows()
         slots = {
             f"{name}.weight": WeightSlot(
-                (num_rows, self._hidden_size), partial(load, "weight"), whole.nbytes + turned.nbytes
+                (num_rows, self._hidden_size),
+                partial(load, "weight"),
+                whole.nbytes + turned.nbytes,
+                adapter=split_place(num_rows, (whole.place(), turned.place()), rows),
             )
         }
         if bias:
@@ -204,11 +213,18 @@ class LatentAttention:
         self._turned_key.load(turned[self._turned_rows()], suffix)
 
     def _load_queries(self, tensor: WeightSource) -> None:
+        size = self._heads.nope_dim + self._heads.rope_dim
+        first = self._first_head * size
+        local = tensor.narrow(0, first, self._num_local * size)
+        for layer, rows in zip((self._query, self._turned_query), self._query_rows(), strict=True):
+            layer.load(local[rows - first])
+
+    def _query_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of this rank's heads in the checkpoint's query matrix: unrotated, rotated."""
         nope_dim, size = self._heads.nope_dim, self._heads.nope_dim + self._heads.rope_dim
-        local = tensor.narrow(0, self._first_head * size, self._num_local * size)
-        first_rows = size * torch.arange(self._num_local)[:, None]
-        self._query.load(local[(first_rows + torch.arange(nope_dim)).flatten()])
-        self._turned_query.load(local[(first_rows + nope_dim + self._turned_rows()).flatten()])
+        first_rows = size * (self._first_head + torch.arange(self._num_local))[:, None]
+        plain, turned = torch.arange(nope_dim), nope_dim + self._turned_rows()
+        return (first_rows + plain).flatten(), (first_rows + turned).flatten()
 
     def _load_expansion(self, tensor: WeightSource) -> None:
         nope_dim, value_dim = self._heads.nope_dim, self._heads.value_dim
