@@ -42,13 +42,13 @@ Matrix = tuple[int, int]
 @dataclass(frozen=True)
 class AttentionShape:
     """One layer's use of earlier tokens. kind: "full", "sliding" and "chunked" keep a key and a value per token and
-    head; "latent" one vector per token for all heads; "state" a state of fixed size per sequence; "none" nothing.
-    key_dim, value_dim: elements of a head's key (for "latent" with its rotated part) and value. window: tokens of a
-    "sliding" window or of a chunk. latent_dim: elements that "latent" keeps per token, of which latent_rank are
-    compressed. index_heads, index_dim, index_top: indexer's heads, elements of its key per token, and tokens that it
-    chooses (0: no indexer). conv_channels, conv_inputs: channels of a "state" layer's short convolution, and inputs
-    kept of each, beside a matrix key_dim x value_dim for each of num_kv_heads value heads. spare_inputs: further
-    inputs, so that this number of drafts can be taken back."""
+    head; "latent" one vector per token; "state" a state of fixed size per sequence; "none" nothing. key_dim, value_dim:
+    elements of a head's key (for "latent" with its rotated part) and value. window: tokens of a "sliding" window or of
+    a chunk. latent_dim: elements that "latent" keeps per token, of which latent_rank are compressed. index_heads,
+    index_dim, index_top: indexer's heads, elements of its key per token, and tokens that it chooses (0: none).
+    conv_channels, conv_inputs: channels of a "state" layer's short convolution, and inputs kept of each, beside a
+    matrix key_dim x value_dim for each of num_kv_heads value heads. spare_inputs: further inputs, so that as many
+    drafts can be taken back."""
 
     kind: Kind
     num_heads: int
@@ -163,10 +163,9 @@ class LayerShape:
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model, in elements. max_model_len: positions. dtype, expert_dtype: stored types of matrices. is_tied:
-    input and output embeddings are one table. embedding_width: if it is not `hidden`, two matrices project to `hidden`
-    and back. positions: rows of a table of learned positions. num_vectors: elements of norms outside the layers.
-    is_known: False if norms and biases are guessed. draft_layers: layers of a loaded draft head; they count as weights
-    only."""
+    input and output embeddings are one table. embedding_width: if not `hidden`, two matrices project to `hidden` and
+    back. positions: rows of a table of learned positions. num_vectors: elements of norms outside the layers. is_known:
+    False if norms and biases are guessed. draft_layers: of a loaded draft head; they count as weights only."""
 
     name: str
     family: str

@@ -21,10 +21,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 @dataclass(frozen=True)
 class RopeDefaults:
     """Family's RoPE settings where config.json has none. theta: base. share: rotated part of each head. turns_part:
-    config.json may set another part. local_theta: base of windowed layers (None: all layers rotate alike). local_key:
-    key of that base. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` names layers without rotation. types:
-    supported types. renamed: other names of types. is_stretched: `max_position_embeddings` counts the stretched model's
-    positions. mrope_section: see RopeConfig. mrope_interleaved: always on."""
+    config.json may set another part. local_theta: base of windowed layers (None: all rotate alike). local_key: key of
+    that base. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` names layers without rotation. types:
+    supported types. renamed: other names of types. is_stretched: `max_position_embeddings` counts stretched positions.
+    mrope_section: see RopeConfig. mrope_interleaved: always on."""
 
     theta: float = 10_000.0
     share: float = 1.0

@@ -39,10 +39,9 @@ class VisionConfig:
     output_size: elements of a token's features. table_side: rows and columns of the table of learned positions (0:
     none). deepstack_layers: ascending layers whose outputs the language model adds after its first layers. is_gated:
     MLPs have three matrices, norms are RMS norms. window: tokens on each side of the squares in which patches attend to
-    one another (0: their whole frame), except in `whole_layers`. is_pooled: a token's features are the mean of its
-    patches; all pictures have table_side ** 2 patches, nothing rotates, and their tokens see one another. marks: tokens
-    around an image's (None: the chat template writes them). tokens_per_second: rotary times of a second of video
-    (None: a time is text)."""
+    one another (0: their frame), except in `whole_layers`. is_pooled: a token's features are the mean of its patches;
+    all pictures have table_side ** 2 patches, nothing rotates, and their tokens see one another. marks: tokens around
+    an image's (None: the chat template's). tokens_per_second: rotary times of a second of video (None: text)."""
 
     num_layers: int
     hidden_size: int
@@ -113,9 +112,8 @@ class VisionConfig:
 class EncoderCosts:
     """Costs of a tower for the scheduler. num_layers: layers, which can be computed one at a time. cache_tokens: image
     tokens whose features are kept; a larger image is kept alone. patch_factor, pair_factor: elements that a layer
-    multiplies for each patch, and for each pair of patches that attend to one another, relative to a text token's in
-    all layers. patches: patches of a token. window: patches of a window. whole_share: share of the layers that attend
-    to whole frames."""
+    multiplies for each patch, and each pair that attend to one another, relative to a text token's in all layers.
+    patches: per token. window: patches of a window. whole_share: share of layers that attend to whole frames."""
 
     num_layers: int
     cache_tokens: int

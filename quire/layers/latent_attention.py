@@ -19,6 +19,7 @@ from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LatentSpec
 from quire.layers.adapters import split_place
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
+from quire.layers.head_adapters import ExpansionPlace, HeadAdapters
 from quire.layers.latent_index import IndexHeads, LatentIndexer
 from quire.layers.linear import LocalRows, RowParallelLinear
 from quire.layers.norm import RMSNorm
@@ -37,7 +38,7 @@ class LatentHeads:
     """Latent heads of a layer, over all ranks. rank: size of compressed keys and values. nope_dim, rope_dim: unrotated
     and rotated elements of a head's query. value_dim: size of a head's result. query_rank: size of compressed queries
     (None: uncompressed). scale: factor of scores. bias: projections have biases, except of uncompressed queries.
-    interleaved: the checkpoint stores rotated pairs side by side. expansion_apart: it has expansion matrices per head,
+    interleaved: the checkpoint stores rotated pairs side by side. expansion_apart: expansion matrices per head,
     transposed for keys (GGUF)."""
 
     num_heads: int
@@ -176,7 +177,9 @@ class LatentAttention:
         if not heads.expansion_apart:
             shape = heads.num_heads * (heads.nope_dim + heads.value_dim), heads.rank
             nbytes = self._absorb.nbytes + self._expand.nbytes + self._num_local * self._kept_bytes
-            return {"kv_b_proj.weight": WeightSlot(shape, self._load_expansion, nbytes)}
+            return {
+                "kv_b_proj.weight": WeightSlot(shape, self._load_expansion, nbytes, adapter=self._expansion_place())
+            }
         parts = {"k_b_proj": (self._absorb, heads.rank, heads.nope_dim, self._kept_bytes)}
         parts["v_b_proj"] = (self._expand, heads.value_dim, heads.rank, 0)
         return {
@@ -186,6 +189,16 @@ class LatentAttention:
             for name, (matrices, rows, columns, kept) in parts.items()
             for head in range(self._num_local)
         }
+
+    def _expansion_place(self) -> ExpansionPlace | None:
+        """Target of adapters; None without, and where prompts are expanded."""
+        adapters, heads = self._context.adapters, self._heads
+        if adapters is None or self._expanded is not None or not adapters.storage.adds_by_head:
+            return None
+        self._absorb.adapters, self._expand.adapters = HeadAdapters(adapters), HeadAdapters(adapters)
+        sizes, first = (heads.rank, heads.nope_dim, heads.value_dim), self._first_head
+        own = range(first, first + self._num_local)
+        return ExpansionPlace(sizes, own, heads.num_heads, self._absorb.adapters, self._expand.adapters)
 
     def _split_slots(
         self, name: str, num_rows: int, load: Callable[[str, WeightSource], None], *, bias: bool
@@ -268,15 +281,20 @@ class _HeadMatrices:
     """Matrix [out_features, in_features] per local head."""
 
     def __init__(self, in_features: int, out_features: int, num_heads: int, context: LayerContext) -> None:
-        self._linear = context.linear
+        self._linear, self._context = context.linear, context
         self._out_features = out_features
+        self.adapters: HeadAdapters | None = None
         shape = LinearShape(in_features, out_features, False, context.dtype, context.device)
         self._stack = context.linear.create_stack(shape, num_heads)
         self.nbytes = num_heads * context.linear.stored_bytes((out_features, in_features))
 
     def __call__(self, x: Value) -> Value:
         """[T, num_heads * in_features] -> [T, num_heads * out_features]."""
-        return self._linear.apply_heads(self._stack, x)
+        y = self._linear.apply_heads(self._stack, x)
+        slots = None if self.adapters is None or self._context.adapters is None else self._context.adapters.step
+        if slots is None or self.adapters is None:
+            return y
+        return self._context.operations.add_head_adapted(self.adapters, x, y, slots)
 
     def load(self, head: int, tensor: WeightSource) -> None:
         whole = tensor.read() if isinstance(tensor, FileTensor) else tensor

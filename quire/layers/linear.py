@@ -16,9 +16,9 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 
 class ColumnParallelLinear:
-    """y = activation(x W^T + b) with outputs shared by the ranks. parts: output sizes of the fused matrices (query, key
-    and value; gate and up). num_shares: shares per part; with fewer than ranks, neighbours hold the same share. gated:
-    two equal parts, y = activation(gate) * up. Raises ConfigError for parts that cannot be shared equally."""
+    """y = activation(x W^T + b) with outputs shared by the ranks. parts: output sizes of the fused matrices.
+    num_shares: shares per part; with fewer than ranks, neighbours hold the same share. gated: two equal parts, y =
+    activation(gate) * up. Raises ConfigError for parts that cannot be shared equally."""
 
     def __init__(
         self,

@@ -39,14 +39,14 @@ HEAD = "{head}"
 
 @dataclass(frozen=True)
 class GGUFNames:
-    """A family's names in GGUF files, for reading and writing. architecture: value of "general.architecture".
-    interleaved: elements of a rotated pair are neighbours (Hugging Face: half a head apart). windowed: class of a model
-    with a sliding window and the same architecture; "": none. top, layer: tensors outside and inside the layers ->
-    Hugging Face names. activation: the MLP's. norm_offset: difference of a file's norm weights to Hugging Face's. caps:
-    keys of soft caps, in the metadata and in config.json. largest: number of layers of the model whose scores are
-    divided by the root of the hidden size per head (Gemma's 27B). gating: value of "expert_gating_func" that identifies
-    the family; 0: any. tiled: value heads of a state are ordered by their number within a key head. layers: Hugging
-    Face name of the list of layers. settings, rope: keys of config.json and of its RoPE settings that files omit."""
+    """A family's names in GGUF files. architecture: value of "general.architecture". interleaved: elements of a rotated
+    pair are neighbours (Hugging Face: half a head apart). windowed: class of a model with a sliding window and the same
+    architecture; "": none. top, layer: tensors outside and inside the layers -> Hugging Face names. activation: the
+    MLP's. norm_offset: difference of a file's norm weights to Hugging Face's. caps: keys of soft caps, in the metadata
+    and in config.json. largest: layers of the model whose scores are divided by the root of the hidden size per head
+    (Gemma's 27B). gating: value of "expert_gating_func" of the family; 0: any. tiled: value heads of a state are
+    ordered by their number within a key head. layers: Hugging Face name of the list of layers. settings, rope: keys of
+    config.json and of its RoPE settings that files omit."""
 
     architecture: str
     top: Mapping[str, str]
