@@ -16,13 +16,14 @@ class ImagePlace(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EncodeSlice(msgspec.Struct, array_like=True, frozen=True):
-    """Next layers of one image's encoding. An image's slices follow one another; the next image begins after its
-    last."""
+    """Next layers of one image's encoding on one rank. An image's slices follow one another; the rank's next image
+    begins after its last. After a plan's slices ranks exchange new features."""
 
     key: bytes
     num_layers: int
     image: PromptImage | None
     """Image to encode; set with the order for its first layers."""
+    rank: int = 0
 
 
 class ImageOrders(msgspec.Struct, array_like=True):

@@ -22,6 +22,7 @@ from quire.engine.call_options import CallOptions, PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs, RequestRejected
+from quire.engine.public_names import spelled_out
 from quire.errors import EngineDeadError, InternalError, UserError
 from quire.multimodal.inputs import MediaOptions
 from quire.offline_engine import Conversation, OfflineEngine
@@ -64,6 +65,7 @@ class LLM(OfflineEngine):
     `quire.config.options`. Raises ConfigError, ModelLoadError or InsufficientMemoryError.
     """
 
+    @spelled_out
     def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Unpack[EngineKeywords]) -> None:
         self._open(EngineOptions.from_keywords({"model": model, **engine_options}))
 
@@ -157,7 +159,7 @@ class LLM(OfflineEngine):
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority, **of_texts)
 
     def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
-        """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id. Prompts
+        """Compute a prompt, perhaps with images, now and keep it until `unregister_prefix`; returns its id. Prompts
         that start with all its tokens and have the same `cache_salt` reuse it (docs/prefixes.md). Raises UserError when
         it does not fit or would leave requests no room, ModelOutputError for NaN or infinite logits."""
         with self._busy:

@@ -12,6 +12,7 @@ from quire.config.options import BUNDLED_MODEL, EngineOptions, HasOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs
+from quire.engine.public_names import spelled_out
 from quire.errors import QuireError, UserError
 from quire.lora_request import LoRARequest
 from quire.offline_engine import OfflineEngine
@@ -24,6 +25,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 class LLMEngine(OfflineEngine):
     """Engine that does one step a call, in the caller's thread. Arguments and errors are those of `LLM`."""
 
+    @spelled_out
     def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Unpack[EngineKeywords]) -> None:
         self._open(EngineOptions.from_keywords({"model": model, **engine_options}))
 

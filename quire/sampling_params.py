@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -67,15 +67,17 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
 class _NamesTheNearest(type(msgspec.Struct)):  # type: ignore[misc]  # a metaclass that is no plain class
     """Adds the nearest field's name to the error for an unknown keyword."""
 
-    def __call__(cls, *arguments: Any, **fields: Any) -> Any:
-        try:
-            return super().__call__(*arguments, **fields)
-        except TypeError:
-            for name in fields:
-                if name not in cls.__struct_fields__:
-                    nearest = nearest_name(name, cls.__struct_fields__)
-                    raise TypeError(f"{cls.__name__} has no field {name!r}{nearest}") from None
-            raise
+    if not TYPE_CHECKING:  # editors would take this signature for the fields'
+
+        def __call__(cls, *arguments: Any, **fields: Any) -> Any:
+            try:
+                return super().__call__(*arguments, **fields)
+            except TypeError:
+                for name in fields:
+                    if name not in cls.__struct_fields__:
+                        nearest = nearest_name(name, cls.__struct_fields__)
+                        raise TypeError(f"{cls.__name__} has no field {name!r}{nearest}") from None
+                raise
 
 
 class SamplingParams(

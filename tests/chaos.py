@@ -37,11 +37,15 @@ SHARED_MEMORY = Path("/dev/shm")
 MARK = "CHAOS_ROUND"
 """Variable in the environment of all processes of a round."""
 NUM_STREAMS, MAX_TOKENS = 3, 60
-PROMPTS = [f"def read_{number}(path):\n    " for number in range(NUM_STREAMS)]
+PROMPTS = [
+    f"# {'Read the file and count its lines. ' * 8}\ndef read_{number}(path):\n    " for number in range(NUM_STREAMS)
+]
+"""Long enough to be dealt to ranks."""
 LAYOUTS: dict[str, list[str]] = {
     "tp": ["-tp", "2"],
     "pp": ["-pp", "2"],
     "dcp": ["-tp", "2", "-dcp", "2", "--load-format", "dummy", "--hf-overrides", '{"num_key_value_heads": 1}'],
+    "pcp": ["-pcp", "2"],
     "tp, pp": ["-tp", "2", "-pp", "2"],
 }
 OPTIONS = ["--port", "0", "--threads", "1", "--num-blocks-override", "64", "--hung-engine-timeout", "6"]

@@ -34,6 +34,7 @@ import quire  # noqa: E402
 from quire.utils import progress  # noqa: E402
 from tests import quick_interpreter  # noqa: E402
 from tests.closing_words import said, say  # noqa: E402
+from tests.kernels.triton.compiler import Compiler  # noqa: E402
 from tests.warm_interpreters import WarmInterpreter, fresh_ones  # noqa: E402
 
 if TYPE_CHECKING:
@@ -164,6 +165,13 @@ def fresh_interpreters() -> Iterator[None]:
     """Ranks and engines of a test are started as everywhere, whatever the other tests of its module do."""
     with fresh_ones():
         yield
+
+
+@pytest.fixture(scope="session")
+def triton_compiler() -> Iterator[Compiler]:
+    compiler = Compiler()
+    yield compiler
+    compiler.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import quire.vllm
 from quire import LLM, AsyncLLM, LLMEngine, SamplingParams
 from quire.config.engine_keywords import EngineKeywords
 from quire.config.options import EngineOptions
@@ -36,9 +37,22 @@ def test_keywords_are_the_options() -> None:
     options = typing.get_type_hints(EngineOptions)
     assert typing.get_type_hints(EngineKeywords) == {name: kind for name, kind in options.items() if name != "model"}
     for engine in (LLM, LLMEngine, AsyncLLM):
-        parameters = inspect.signature(engine).parameters
-        assert parameters["engine_options"].annotation == "Unpack[EngineKeywords]"
-        assert parameters["model"].default == EngineOptions().model
+        assert engine.__dict__["__init__"].__annotations__["engine_options"] == "Unpack[EngineKeywords]"
+
+
+@pytest.mark.parametrize("engine", [LLM, LLMEngine, AsyncLLM])
+def test_notebooks_see_every_option(engine: type) -> None:
+    parameters = inspect.signature(engine).parameters
+    for name in EngineOptions.__struct_fields__:
+        assert parameters[name].default == getattr(EngineOptions(), name)
+    assert parameters["max_num_seqs"].annotation == "int | None"
+    assert "block_size: tokens per KV block\n" in (inspect.getdoc(engine.__dict__["__init__"]) or "")
+
+
+def test_editors_see_fields_and_names() -> None:
+    """A metaclass that takes any keywords hides the fields, and `__getattr__` the names, from all editors."""
+    assert "if not TYPE_CHECKING:" in inspect.getsource(type(SamplingParams)).partition("def __call__")[0]
+    assert "if TYPE_CHECKING:" in inspect.getsource(quire.vllm).partition("from quire import *")[0]
 
 
 def test_an_engine_shows_what_it_was_given() -> None:

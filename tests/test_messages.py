@@ -71,7 +71,7 @@ NEW_SEQUENCE = NewSequence(
     "key",
     [4],
 )
-ENCODINGS = ImageOrders([b"old"], [EncodeSlice(b"key", 2, IMAGE)])
+ENCODINGS = ImageOrders([b"old"], [EncodeSlice(b"key", 2, IMAGE, 1)])
 FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
 LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1, num_listed=1)
 CANDIDATES = Candidates([42, 7], [-0.5, -3.0])

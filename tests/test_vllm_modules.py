@@ -26,8 +26,10 @@ from vllm.engine.async_llm_engine import AsyncLLMEngine
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.llm import LLM
 from vllm.inputs import TextPrompt, TokensPrompt
+from vllm.inputs.data import TokensPrompt
 from vllm.logger import init_logger
 from vllm.logprobs import Logprob
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -56,6 +58,9 @@ def test_imports_of_programs(line: str) -> None:
         ("from vllm.inputs import TextPromt", "did you mean 'TextPrompt'?"),
         ("from vllm import LMM", "did you mean 'LLM'?"),
         ("from vllm import ModelRegistry", "no code of users runs in the engine"),
+        ("from vllm.entrypoints.openai.api_server import run_server", "`quire serve` is the server"),
+        ("import vllm.multimodal.utils", "prompts take pictures (docs/images.md)"),
+        ("import vllm.forward_context", "vLLM's module 'forward_context' is not here: it has no counterpart"),
     ],
 )
 def test_names_without_a_meaning(line: str, message: str) -> None:

@@ -24,9 +24,12 @@ class Mode:
 
     def main(self, program: str, arguments: Sequence[str]) -> int:
         """Parse and run; return the exit status. program: command as typed, such as `quire bench latency`."""
+        return self.run(self.build_parser(program).parse(arguments))
+
+    def build_parser(self, program: str) -> Parser:
         parser = Parser(prog=program, usage=f"{program} {self.arguments}", description=self.description)
         self.add_flags(parser)
-        return self.run(parser.parse(arguments))
+        return parser
 
 
 def count_flag(group: Any, flag: str, default: int | None, text: str, *, minimum: int = 1) -> None:

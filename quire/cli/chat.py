@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -21,6 +23,7 @@ from quire.errors import UserError
 from quire.sampling_params import SamplingParams
 
 DEFAULTS = {"max_tokens": 512, "temperature": 0.7}
+MIN_NOTE_WIDTH = 20
 HINT = "/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves"
 BUNDLED_NOTE = "note: the bundled model completes Python code; it was not trained to chat"
 
@@ -107,4 +110,10 @@ def _typed() -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr)
+    """Print to standard error, wrapped between words on a terminal."""
+    if not sys.stderr.isatty():
+        print(text, file=sys.stderr)
+        return
+    width = max(MIN_NOTE_WIDTH, shutil.get_terminal_size().columns)
+    lines = (textwrap.wrap(each, width, break_long_words=False, break_on_hyphens=False) for each in text.split("\n"))
+    print("\n".join("\n".join(each) for each in lines), file=sys.stderr)

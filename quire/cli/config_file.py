@@ -16,6 +16,7 @@ from quire.utils.text_files import read_text_file
 
 SECRETS = ("api_key", "admin_api_key", "hf_token")
 """Options whose values `--print-config` omits."""
+ONLY_IN_LINE = ("--config", "--print-config", "--help")
 
 
 def config_words(
@@ -32,6 +33,8 @@ def config_words(
         content = tomllib.loads(text) if kind == "TOML" else _yaml(text)
         is_mapping = isinstance(content, dict) and all(isinstance(name, str) for name in content)
         words = [word for entry in content.items() for word in write(*entry)] if is_mapping else None
+    except UserError as error:
+        raise ConfigError(f"config: {path}: {error}", param="config") from None
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         # PyYAML's conversions raise any of these: for dates, too long numbers, aliases, tags that do not fit the value.
         raise ConfigError(f"config: {path} is not valid {kind}: {one_line(str(error))}", param="config") from None
@@ -54,6 +57,8 @@ def parse_config(path: str, parser: Parser) -> argparse.Namespace:
 
     def write(name: str, value: Any) -> list[str]:
         flag = "--" + name.replace("_", "-").removeprefix("--")
+        if flag in ONLY_IN_LINE:
+            raise UserError(f"{name} is no setting of a file")
         action = parser.action_of(flag)
         return [f"{flag}={value}"] if action is None else _arguments(flag, value, action)
 
@@ -77,8 +82,17 @@ def _arguments(flag: str, value: Any, action: argparse.Action) -> list[str]:
             return [f"{flag}={json.dumps(value)}"]
         if action.type is integers:
             return [f"{flag}={','.join(map(str, value))}"]
-        return [f"{flag}={each}" for each in value]
+        return [word for each in value for word in _arguments(flag, each, action)]
+    if value is None and not _takes_none(action):
+        raise UserError(f"{flag[2:]} has no value")
     return [f"{flag}={'none' if value is None else str(value).lower() if isinstance(value, bool) else value}"]
+
+
+def _takes_none(action: argparse.Action) -> bool:
+    try:
+        return callable(action.type) and action.type("none") is None
+    except ValueError:
+        return False
 
 
 def written(values: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from quire.cli.parser import Parser, given
 from quire.cli.sampling_flags import add_sampling_flags
 from quire.cli.screen import Screen
 from quire.cli.session import Timing
-from quire.errors import QuireError, UserError
+from quire.errors import QuireError, UserError, nearest_name
 from quire.sampling_params import SamplingParams
 from quire.utils.text_files import read_text_file
 
@@ -76,7 +76,8 @@ class ChatHistory:
         name, _, argument = text.strip().partition(" ")
         command = COMMANDS.get(name)
         if command is None:
-            self._note(f"unknown command {name} (/help lists them; a blank before the slash sends it as a message)")
+            hint = "(/help lists them; a blank before the slash sends it as a message)"
+            self._note(f"unknown command {name}{nearest_name(name, COMMANDS)} {hint}")
             return
         try:
             command.run(self, argument.strip())
@@ -119,7 +120,7 @@ class ChatHistory:
             return
         name = name.removeprefix("--").replace("-", "_")
         if name not in SETTINGS:
-            raise UserError(f"no setting {name!r} (known: {', '.join(SETTINGS)})")
+            raise UserError(f"no setting {name!r}{nearest_name(name, SETTINGS)} (known: {', '.join(SETTINGS)})")
         changed = {known: found for known, found in self.settings.items() if known != name}
         if value == "default":
             changed |= {known: found for known, found in self._defaults.items() if known == name}

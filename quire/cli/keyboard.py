@@ -53,8 +53,7 @@ def history_file() -> Path:
 
 
 class Keyboard:
-    """Terminal input. A paste is one message, triple quotes enclose several lines, Ctrl-C discards the input, Ctrl-D
-    leaves.
+    """Terminal input. A paste is one message; Ctrl-C discards the input, Ctrl-D leaves.
 
     commands: command name -> help. options: command name -> words that may follow.
     """

@@ -147,7 +147,7 @@ def _tower(config: EngineConfig) -> TowerPlan | None:
     found = image_inputs(config)
     if not isinstance(found, ImageInputs):
         return None
-    tokens = min(config.model.max_model_len, found.processor.max_tokens)
+    tokens = min(config.model.max_model_len, found.largest_tokens)
     own_file = config.model.mmproj
     return TowerPlan(
         weight_bytes=found.vision.num_elements * config.model.dtype_bytes,

@@ -28,8 +28,7 @@ class _HelpOfGroup(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, which raises UserError (with the nearest option) and never exits.
 
-    groups: if given, --help shows the options in these groups, in order; --help=NAME shows one group, or the options
-        with NAME in their names.
+    groups: those of --help, in order; --help=NAME shows one, or the options with NAME in their names.
     """
 
     def __init__(self, *, groups: Sequence[OptionGroup] = (), **keywords: Any) -> None:
@@ -73,6 +72,10 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     @property
+    def group_names(self) -> tuple[str, ...]:
+        return tuple(self._groups)
+
+    @property
     def known_flags(self) -> Collection[str]:
         return self._option_string_actions.keys()
 
@@ -109,9 +112,9 @@ def add_struct_flags(
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Add a --kebab-case flag for each field of `struct` except `skip`; only given flags are stored. help_lines: help
-    of fields without a record (Option). title: heading in the help of a parser without groups. defaults: command's own
-    defaults, for the help. Annotations decide the type: bool becomes --x/--no-x, a list may be repeated, a mapping is
-    KEY=VALUE with commas (JSON for text keys), and `none` means None where allowed."""
+    of fields without a record (Option). title: heading without groups. defaults: command's own, for the help. By
+    annotation, bool becomes --x/--no-x, a list may be repeated, a mapping is KEY=VALUE with commas (JSON for text
+    keys), and `none` means None."""
     annotations, options = typing.get_type_hints(struct), options_of(struct)
     for field in msgspec.structs.fields(struct):
         if field.name in skip:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import queue
+import shutil
 import sys
 import termios
 import threading
@@ -28,6 +29,7 @@ News: TypeAlias = "queue.SimpleQueue[Frame | QuireError | str | None]"
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_RATE, MIN_RATE, MAX_RATE = 4.0, 0.1, 10.0
 SAMPLE_SECONDS = 1.0
+PIPE_WIDTH = 110
 QUEUE_ORDER, ORDER_KEY = "queue", "s"
 ORDER_NAMES = (QUEUE_ORDER, "age", "rate", "tokens", "blocks")
 
@@ -81,7 +83,8 @@ def show_once(client: FrameClient, url: str, order: str) -> None:
     history = History()
     frame = client.frame()
     history.add_frame(frame, time.monotonic())
-    Console().print(render(frame, history, url, order=order))
+    console = Console(width=_width())
+    console.print(render(frame, history, url, order=order, size=(console.width, None)))
 
 
 def follow(client: FrameClient, url: str, rate: float, order: str = QUEUE_ORDER) -> None:
@@ -96,7 +99,7 @@ def follow(client: FrameClient, url: str, rate: float, order: str = QUEUE_ORDER)
     news: News = queue.SimpleQueue()
     threading.Thread(target=_read, args=(client, rate, news), name="quire-top-reader", daemon=True).start()
     frame = _take(news.get())
-    history, next_sample, console = History(), time.monotonic(), Console()
+    history, next_sample, console = History(), time.monotonic(), Console(width=_width())
     is_screen = console.is_terminal
     with contextlib.ExitStack() as stack:
         live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False)) if is_screen else None
@@ -111,13 +114,17 @@ def follow(client: FrameClient, url: str, rate: float, order: str = QUEUE_ORDER)
             if live is not None:
                 live.update(render(frame, history, url, order=order, size=console.size), refresh=True)
             elif is_due:
-                console.print(render(frame, history, url, order=order))
+                console.print(render(frame, history, url, order=order, size=(console.width, None)))
             with contextlib.suppress(queue.Empty):
                 item = news.get(timeout=max(0.0, next_sample - time.monotonic()))
                 if item == ORDER_KEY:
                     order = ORDER_NAMES[(ORDER_NAMES.index(order) + 1) % len(ORDER_NAMES)]
                 else:
                     frame = _take(item)
+
+
+def _width() -> int | None:
+    return None if sys.stdout.isatty() else shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire import envs
-from quire.cli.config_file import config_words
+from quire.cli.config_file import SECRETS, config_words
 from quire.cli.main import EXIT_USER_ERROR, run_program
 from quire.cli.parser import Parser, add_struct_flags, given, json_object, length, number_of
 from quire.cli.serve import start
@@ -390,6 +390,8 @@ def _config_entry(name: str, value: Any) -> list[str]:
     entry = FLAGS.get(name.replace("-", "_"))
     if name == "model_tag":
         flag = "--model"
+    if value is None and flag[2:].replace("-", "_") in SECRETS:
+        raise UserError(f"{name} has no value")  # the key would be the word None
     if value is True:
         return [flag]
     if value is False:

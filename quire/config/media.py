@@ -19,6 +19,8 @@ MOST_FRAMES = 2**15
 """Largest number of frames of a video."""
 CACHE_GIB = 1.0
 OTHER_MEDIA = ("video", "audio", "vision_chunk")
+SIDES = {"image": ("width", "height"), "video": ("num_frames", "width", "height")}
+"""Sizes in `limit_mm_per_prompt`."""
 WHITE = (255, 255, 255)
 Color = tuple[int, int, int]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -64,15 +66,39 @@ class VideoOptions:
 
 
 @dataclass(frozen=True)
+class MediaSize:
+    """Largest image or video that memory is planned for; None: the model's largest. num_frames: frames in a video."""
+
+    width: int | None = None
+    height: int | None = None
+    num_frames: int | None = None
+
+    @property
+    def has_sides(self) -> bool:
+        return self.width is not None or self.height is not None
+
+
+MODEL_SIZE = MediaSize()
+
+
+@dataclass(frozen=True)
+class MediaLimit:
+    """Limit of one kind of input: number in a prompt, and size."""
+
+    count: int
+    size: MediaSize = MODEL_SIZE
+
+
+@dataclass(frozen=True)
 class MediaConfig:
-    """Settings for pictures and videos of requests. language_model_only: take text alone and load no tower. max_images,
-    max_videos: limits per prompt. background: color under transparent pictures. cache_bytes: size of the front end's
-    processed pictures. domains: permitted hosts of URLs, in lower case. networks: permitted addresses that are not
-    public. local_path: directory whose files file URLs may name. takes_features: accept a client's features
+    """Settings for pictures and videos of requests. language_model_only: take text alone and load no tower. images,
+    videos: limits per prompt. background: color under transparent pictures. cache_bytes: size of the front end's
+    processed pictures. domains: permitted hosts of URLs, in lower case. networks: permitted addresses that are
+    not public. local_path: directory whose files file URLs may name. takes_features: accept a client's features
     (`image_embeds`)."""
 
     language_model_only: bool = False
-    max_images: int = MAX_IMAGES
+    images: MediaLimit = MediaLimit(MAX_IMAGES)
     processor: ProcessorOptions = OF_FILES
     background: Color = WHITE
     cache_bytes: int = int(CACHE_GIB * 2**30)
@@ -80,7 +106,7 @@ class MediaConfig:
     networks: tuple[Network, ...] = ()
     local_path: Path | None = None
     takes_features: bool = False
-    max_videos: int = MAX_VIDEOS
+    videos: MediaLimit = MediaLimit(MAX_VIDEOS)
     video: VideoOptions = VideoOptions()
 
     @classmethod
@@ -99,14 +125,14 @@ class MediaConfig:
         """Read vLLM's options. Raises ConfigError for unknown names and wrong values."""
         if mm_processor_cache_gb < 0:
             raise ConfigError("mm_processor_cache_gb must be at least 0", param="mm_processor_cache_gb")
-        max_images, max_videos = _limits(limit_mm_per_prompt)
+        images, videos = _limits(limit_mm_per_prompt)
         return cls(
             language_model_only=language_model_only
-            or (max_images == 0 and (max_videos == 0 or "video" not in limit_mm_per_prompt)),
-            max_images=max_images,
+            or (images.count == 0 and (videos.count == 0 or "video" not in limit_mm_per_prompt)),
+            images=images,
             processor=ProcessorOptions.of(mm_processor_kwargs),
             background=background_of({kind: each for kind, each in media_io_kwargs.items() if kind != "video"}),
-            max_videos=max_videos,
+            videos=videos,
             video=video_options_of(media_io_kwargs.get("video", {})),
             cache_bytes=int(mm_processor_cache_gb * 2**30),
             domains=tuple(each.lower().rstrip(".") for each in allowed_media_domains),
@@ -146,21 +172,35 @@ def video_options_of(given: object, option: str = "media_io_kwargs") -> VideoOpt
     return found
 
 
-def _limits(limits: Mapping[str, Any]) -> tuple[int, int]:
-    """Images and videos of a prompt."""
-    option, counts = "limit_mm_per_prompt", {}
+def _limits(limits: Mapping[str, Any]) -> tuple[MediaLimit, MediaLimit]:
+    """Limits of images and of videos."""
+    option = "limit_mm_per_prompt"
+    found = {"image": MediaLimit(MAX_IMAGES), "video": MediaLimit(MAX_VIDEOS)}
     for kind, limit in limits.items():
         if kind not in ("image", *OTHER_MEDIA):
             known = ", ".join(("image", *OTHER_MEDIA))
             raise ConfigError(f"{option}: {kind!r:.50} is no kind of input ({known})", param=option)
+        size = MODEL_SIZE
         if isinstance(limit, Mapping):
-            if limit.keys() - {"count"}:
-                raise ConfigError(f"{option}.{kind} has count alone: mm_processor_kwargs bounds sizes", param=option)
-            limit = limit.get("count", MAX_VIDEOS if kind == "video" else MAX_IMAGES)
+            values = dict(limit)
+            limit = values.pop("count", MAX_VIDEOS if kind == "video" else MAX_IMAGES)
+            size = _size(f"{option}.{kind}", values, SIDES.get(kind, ()))
         if type(limit) is not int or limit < 0:
             raise ConfigError(f"{option}.{kind} must be a number from 0 on, not {limit!r:.50}", param=option)
-        counts[kind] = limit
-    return counts.get("image", MAX_IMAGES), counts.get("video", MAX_VIDEOS)
+        found[kind] = MediaLimit(limit, size)
+    return found["image"], found["video"]
+
+
+def _size(name: str, values: Mapping[str, Any], keys: tuple[str, ...]) -> MediaSize:
+    for key, value in values.items():
+        if key not in keys:
+            known = ", ".join(("count", *keys))
+            raise ConfigError(f"{name} has {known}, not {key!r:.50}", param="limit_mm_per_prompt")
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(
+                f"{name}.{key} must be a number from 1 on, not {value!r:.50}", param="limit_mm_per_prompt"
+            )
+    return MediaSize(**values)
 
 
 def _network(text: str) -> Network | None:

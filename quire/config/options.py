@@ -73,7 +73,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = False
     limit_mm_per_prompt: Annotated[
         dict[str, Any] | None,
-        IMAGES("JSON object of most inputs of a prompt, such as {'image': 4} (0: the language model alone)"),
+        IMAGES("JSON object of most inputs of a prompt: {'image': 4}, or count, width, height (0: text alone)"),
     ] = None
     mm_processor_kwargs: Annotated[
         dict[str, Any] | None, IMAGES("JSON object: min_pixels and max_pixels of a picture after it is resized")

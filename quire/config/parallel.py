@@ -291,7 +291,8 @@ def check_prompts_dealt(
         (backend != "native", f"attention_backend={backend!r} attends to the rows of one rank"),
         (model.is_encoder, f"{model.architecture} attends in both directions"),
         (speculation.max_drafts > 0, f"{SPECULATION} needs the rows of all tokens on one rank"),
-        (options.enable_lora, "enable_lora needs the rows of all tokens on one rank"),
+        (options.enable_expert_parallel, "enable_expert_parallel exchanges the rows of whole steps"),
+        (options.expert_counts, "expert_counts needs the rows of all tokens on one rank"),
         (model.vision is not None and not options.language_model_only, "images are put into the rows of one rank"),
     )
     reason = next((reason for is_on, reason in refused if is_on), None) or why_prompts_not_dealt(model.shape)
@@ -306,8 +307,6 @@ def why_prompts_not_dealt(shape: ModelShape) -> str | None:
     if others:
         found = ", ".join(sorted(others))
         return f"prompts are dealt in layers with keys and values alone, and {shape.name} has others ({found})"
-    if shape.experts is not None:
-        return f"prompts are dealt in dense models alone, and {shape.name} has experts"
     return None
 
 

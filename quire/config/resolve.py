@@ -99,6 +99,7 @@ STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "modelopt", "nvfp4"
 CACHE_OPTIONS = ("kv_cache_memory", "num_blocks_override", "swap_space", "kv_offload_dir")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
+SCHEDULING_POLICIES = ("priority", "fcfs")
 DEFAULT_OFFLOAD_SIZE = 16 * 2**30
 MAX_BLOCK_SIZE = 1024
 MAX_GIBIBYTES = 2**30
@@ -574,7 +575,7 @@ def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -
         max_num_seqs=max_num_seqs,
         max_prefill_chunk=positive("max_prefill_chunk", chunk),
         queue_depth=queue_depth,
-        scheduling_policy=choice("scheduling_policy", options.scheduling_policy, ("priority", "fcfs")),
+        scheduling_policy=choice("scheduling_policy", options.scheduling_policy, SCHEDULING_POLICIES),
         priority_seconds=options.priority_seconds,
         preemption_mode=options.preemption_mode,
         whole_prompts=model.takes_whole_prompts,

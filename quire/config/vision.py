@@ -34,14 +34,13 @@ CACHE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of a vision tower of Qwen3-VL, Qwen 3.5, Qwen2.5-VL or Gemma 3. channels, frames, patch_size: a patch is
-    [channels, frames, patch_size, patch_size]. merge_size: patches on each side of the square that becomes one token.
-    output_size: elements of a token's features. table_side: rows and columns of the table of learned positions (0:
-    none). deepstack_layers: ascending layers whose outputs the language model adds after its first layers. is_gated:
-    MLPs have three matrices, norms are RMS norms. window: tokens on each side of the squares in which patches attend to
-    one another (0: their frame), except in `whole_layers`. is_pooled: a token's features are the mean of its patches;
-    all pictures have table_side ** 2 patches, nothing rotates, and their tokens see one another. marks: tokens around
-    an image's (None: the chat template's). tokens_per_second: rotary times of a second of video (None: text)."""
+    """Sizes of a vision tower. merge_size: patches on each side of the square that becomes one token. output_size:
+    elements of a token's features. table_side: rows and columns of the table of learned positions (0: none).
+    deepstack_layers: ascending layers whose outputs the language model adds after its first layers. is_gated: MLPs have
+    three matrices, norms are RMS norms. window: tokens on each side of the squares in which patches attend to one
+    another (0: their whole frame), except in `whole_layers`. is_pooled: a token's features are the mean of its patches;
+    all pictures have table_side ** 2 patches, whose tokens see one another. marks: tokens around an image's (None: the
+    chat template writes them). tokens_per_second: rotary times of a second of video (None: a time is text)."""
 
     num_layers: int
     hidden_size: int
@@ -102,7 +101,7 @@ class VisionConfig:
         return found + merger + norm * size + len(self.deepstack_layers) * (merger + norm * merged)
 
     def working_bytes(self, tokens: int) -> int:
-        """Upper estimate in bytes of kept features and of the working memory for an image of `tokens`, in float32."""
+        """Upper estimate in bytes of kept features and working memory for an image of `tokens`."""
         patches = tokens * self.merge_size**2
         per_patch = 10 * self.hidden_size + self.intermediate_size + self.patch_values + self.merged_size
         return CACHE_BYTES + 4 * (2 * patches * per_patch + tokens * self.feature_size)
@@ -112,8 +111,9 @@ class VisionConfig:
 class EncoderCosts:
     """Costs of a tower for the scheduler. num_layers: layers, which can be computed one at a time. cache_tokens: image
     tokens whose features are kept; a larger image is kept alone. patch_factor, pair_factor: elements that a layer
-    multiplies for each patch, and each pair that attend to one another, relative to a text token's in all layers.
-    patches: per token. window: patches of a window. whole_share: share of layers that attend to whole frames."""
+    multiplies for each patch, and for each pair of patches that attend to one another, relative to a text token's in
+    all layers. patches: patches of a token. window: patches of a window. whole_share: share of the layers that attend
+    to whole frames. num_ranks: ranks that have the whole tower, each for images of its own."""
 
     num_layers: int
     cache_tokens: int
@@ -122,11 +122,12 @@ class EncoderCosts:
     patches: int
     window: int = 0
     whole_share: float = 1.0
+    num_ranks: int = 1
 
     @classmethod
-    def of(cls, config: VisionConfig, text_elements: int) -> EncoderCosts:
-        """Costs of a tower. text_elements: elements that a text token is multiplied by."""
-        size = config.hidden_size
+    def of(cls, config: VisionConfig, text_elements: int, num_ranks: int = 1) -> EncoderCosts:
+        """Costs of a tower. text_elements: elements that a text token is multiplied by on all ranks together."""
+        size, text_elements = config.hidden_size, text_elements // num_ranks
         return cls(
             num_layers=config.num_layers,
             cache_tokens=CACHE_BYTES // (4 * config.feature_size),
@@ -135,11 +136,11 @@ class EncoderCosts:
             patches=config.merge_size**2,
             window=(config.window * config.merge_size) ** 2,
             whole_share=len(config.whole_layers) / config.num_layers if config.window else 1.0,
+            num_ranks=num_ranks,
         )
 
     def layer_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Text tokens that cost about as much as one layer for an image. grid: image's frames, rows and columns of
-        tokens."""
+        """Text tokens that cost about as much as one layer for an image."""
         frames, rows, columns = grid
         of_frame = rows * columns * self.patches
         seen = self.whole_share * of_frame + (1 - self.whole_share) * min(self.window, of_frame)
@@ -147,8 +148,7 @@ class EncoderCosts:
 
 
 def check_whole_images(config: EngineConfig) -> None:
-    """Raise ConfigError for limits of a step under which an image whose tokens see one another would never be
-    computed."""
+    """Raise ConfigError for limits of a step under which a whole image would never be computed."""
     model, scheduler = config.model, config.scheduler
     kind = VISION_TOWERS.get(model.architecture)
     if model.vision is None or kind is None or not kind.is_pooled or config.media.language_model_only:

@@ -99,15 +99,19 @@ def counts_of(kv: KVSnapshot) -> dict[str, int]:
 
 
 def render(
-    frame: Frame, history: History, url: str, *, order: str = QUEUE_ORDER, size: tuple[int, int] | None = None
+    frame: Frame,
+    history: History,
+    url: str,
+    *,
+    order: str = QUEUE_ORDER,
+    size: tuple[int, int | None] = (NARROW_WIDTH, None),
 ) -> RenderableType:
-    """Screen of `quire top` for a frame. order: QUEUE_ORDER or one of ORDERS. size: columns and lines; None: as long as
-    it gets."""
+    """Screen of `quire top` for a frame. order: QUEUE_ORDER or one of ORDERS. size: columns and lines (None: any)."""
     counts = counts_of(frame.kv)
     title = Text.assemble(("Quire ", "bold"), (frame.model, "bold cyan"), f"  {url}  ", (frame.backend, "dim"))
     if frame.is_draining:
         title.append("  shutting down", "bold red")
-    width, height = size or (NARROW_WIDTH, SMALL_HEIGHT)
+    width, height = size[0], size[1] or SMALL_HEIGHT
     is_small = height < SMALL_HEIGHT
     num_requests = min(REQUESTS_SHOWN, max(1, (height - FRAME_ROWS) // 2)) if is_small else REQUESTS_SHOWN
     map_rows = max(0, height - FRAME_ROWS - min(num_requests, len(frame.kv.requests))) if is_small else MAP_ROWS

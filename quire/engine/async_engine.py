@@ -37,7 +37,7 @@ from quire.engine.open_fleet import open_fleet
 from quire.engine.output_stream import StatsListener, all_of, last_only
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
-from quire.engine.public_names import described, missing, user_tokenizer
+from quire.engine.public_names import described, missing, spelled_out, user_tokenizer
 from quire.engine.request_part import RequestPart
 from quire.engine.session import Session
 from quire.engine.shared_client import SharedClient
@@ -73,6 +73,7 @@ class AsyncLLM:
     """Asynchronous engine for one event loop at a time. Keyword arguments are the engine's options
     (`quire.config.options`). The constructor returns while the engine process still starts; `ready` waits for it."""
 
+    @spelled_out
     def __init__(
         self,
         *,
@@ -303,9 +304,10 @@ class AsyncLLM:
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (text or token ids) and keep it until `unregister_prefix`; returns its id. See
         LLM.register_prefix. A cancelled call registers nothing. Raises EngineUnresponsiveError as `call` does."""
+        ready = await self._with_pictures(prefix, cache_salt)
 
         def process(name: str) -> EngineRequest:
-            return self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
+            return self.input_processor.process_prefix(name, ready, cache_salt=cache_salt)
 
         return await self._session.run_prefix(process)
 
@@ -547,18 +549,23 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams, terms: tuple[str, int], lora_request: Any, request_id: str
     ) -> EngineRequest:
         adapter = None if lora_request is None else await asyncio.to_thread(self.adapters.resolve, lora_request)
-        if isinstance(prompt, Mapping) and has_images(prompt):
-            prompt = await self.texts.pictures.of_prompt(prompt, terms[0])
+        ready = await self._with_pictures(prompt, terms[0])
 
         def process() -> EngineRequest:
             salt, priority = terms
             return self.input_processor.process(
-                request_id, prompt, params, cache_salt=salt, priority=priority, adapter=adapter
+                request_id, ready, params, cache_salt=salt, priority=priority, adapter=adapter
             )
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # on a thread, because it waits for the core
-        return await self.texts.off_loop(num_units(prompt, params), process)
+        return await self.texts.off_loop(num_units(ready, params), process)
+
+    async def _with_pictures(self, prompt: Prompt, salt: str) -> Prompt:
+        """Prompt with its pictures ready, if it has any."""
+        if not isinstance(prompt, Mapping) or not has_images(prompt):
+            return prompt
+        return await self.texts.pictures.of_prompt(prompt, salt)
 
 
 def _starter(

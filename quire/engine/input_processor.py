@@ -81,7 +81,6 @@ IMAGE_KEYS = (IMAGE_KEY, "multi_modal_uuids")
 MEDIA_KEYS = (*IMAGE_KEYS, "mm_processor_kwargs")
 """Keys of vLLM's multimodal prompts."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
-PREFIX_REFUSAL = "a registered prefix is text; pictures of prompts are found in the prefix cache by their content"
 PREDICTION_TAIL = 16
 """Prompt tokens kept before a prediction, so that its beginning is found."""
 
@@ -249,16 +248,21 @@ class InputProcessor:
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
         """Request that computes a prefix and registers it as `request_id`. Raises UserError as `process`."""
-        content, cache_salt = split_prompt(prefix, cache_salt, refusal=PREFIX_REFUSAL)
+        content, cache_salt = split_prompt(prefix, cache_salt, takes_images=True)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
+        token_ids, images = self._tokens(content, params, add_special_tokens=True), list[PromptImage]()
+        if isinstance(prefix, Mapping) and has_images(prefix):
+            media = MediaOptions.of(prefix.get("mm_processor_kwargs"), owner=cache_salt)
+            token_ids, images = self._place_images(token_ids, prefix, params, media)
         return EngineRequest(
             request_id=request_id,
-            prompt_token_ids=self._tokens(content, params, add_special_tokens=True),
+            prompt_token_ids=token_ids,
             params=params,
             max_tokens=1,
             seed=0,
             cache_salt=cache_salt,
             register_prefix=True,
+            images=images,
         )
 
     def render_chat(self, conversation: Conversation) -> RenderedChat:
@@ -519,16 +523,13 @@ def has_images(prompt: Mapping[str, Any]) -> bool:
     return any(prompt.get(key) for key in IMAGE_KEYS)
 
 
-def split_prompt(
-    prompt: Prompt, cache_salt: str, *, takes_images: bool = False, refusal: str = TEXT_ALONE
-) -> tuple[str | Sequence[int], str]:
-    """Split a prompt of any form into (text or token ids, cache salt). takes_images: images are allowed; else refusal:
-    reason."""
+def split_prompt(prompt: Prompt, cache_salt: str, *, takes_images: bool = False) -> tuple[str | Sequence[int], str]:
+    """Split a prompt of any form into (text or token ids, cache salt)."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         for name in MEDIA_KEYS:
             if prompt.get(name) and not takes_images:
-                raise UserError(f"{name} is not supported: {refusal}", param=name)
+                raise UserError(f"{name} is not supported: {TEXT_ALONE}", param=name)
         known = (name for name in map(str, prompt) if name not in MEDIA_KEYS)
         reject_unknown(known, PROMPT_KEYS, "key in the prompt")
         cache_salt = prompt.get("cache_salt", cache_salt)

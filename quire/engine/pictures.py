@@ -54,7 +54,7 @@ class Pictures:
         self._helpers = front_end.helpers
         self._threads = threads
         self._video_thread = FairThreads(1, "quire-video", long_size=math.inf)
-        """A video of a few bytes may take a minute, in which texts and images do not wait for it."""
+        """Thread of videos: one may take a minute."""
         self._fetching = ThreadPoolExecutor(MAX_FETCHES, "quire-fetch")
         self.kept = ReadyImages(front_end.config.media.cache_bytes)
         self.names: Names = ThreadedNames(front_end.named_pictures)
@@ -81,8 +81,8 @@ class Pictures:
     async def ready(
         self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions = NO_OPTIONS
     ) -> list[ReadyMedium]:
-        """Prepare the pictures of one prompt, in order. Only one unresized picture is in memory at a time. Raises
-        UserError naming the picture, and PromptTooLongError as soon as the context is full."""
+        """Prepare the pictures of one prompt, one at a time. Raises UserError naming the picture, and
+        PromptTooLongError as soon as the context is full."""
         longest = self._front_end.input_processor.max_model_len
         found: list[ReadyMedium] = []
         for picture in await self._fetched(inputs, pictures):

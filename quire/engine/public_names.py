@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
+from quire.config.engine_keywords import EngineKeywords
+from quire.config.option import options_of
 from quire.config.options import EngineOptions
 from quire.errors import UserError, nearest_name
 from quire.tokenization.conversation import conversation_of
@@ -13,6 +18,8 @@ from quire.tokenization.user_tokenizer import UserTokenizer
 
 if TYPE_CHECKING:
     from quire.engine.input_processor import InputProcessor
+
+F = TypeVar("F", bound=Callable[..., None])
 
 _OF_WORKERS = "no code of users runs in the workers"
 REASONS: Mapping[str, str] = {
@@ -52,3 +59,18 @@ def missing(engine: object, name: str) -> AttributeError:
     known = [each for each in dir(kind) if not each.startswith("_")]
     why = f": {REASONS[name]}" if name in REASONS else nearest_name(name, known)
     return AttributeError(f"{kind.__name__} has no attribute {name!r}{why}", name=name, obj=engine)
+
+
+def spelled_out(constructor: F) -> F:
+    """Add all options to an engine's constructor, for help() and notebooks."""
+    signature = inspect.signature(constructor)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    known = {field.name: field.default for field in msgspec.structs.fields(EngineOptions)}
+    others = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=known[name], annotation=kind.__forward_arg__)
+        for name, kind in EngineKeywords.__annotations__.items()
+    ]
+    constructor.__signature__ = signature.replace(parameters=[*own, *others])  # type: ignore[attr-defined]
+    lines = [f"{name}: {option.help}" for name, option in options_of(EngineOptions).items()]
+    constructor.__doc__ = "\n".join([*filter(None, [constructor.__doc__]), "", *lines])
+    return constructor

@@ -19,6 +19,17 @@ NO_KEYS: Mapping[int, tuple[bytes, ...]] = MappingProxyType({})
 
 ROOT = -1
 """Block index of keys that belong to the root of a hash chain."""
+_PLACED = b"image"
+_PLACE = struct.Struct("<q")
+
+
+def placed_key(place: int, content: bytes) -> bytes:
+    """Extra key of a block for an image that begins at `place` in it, below 0 if in an earlier block."""
+    return _PLACED + _PLACE.pack(place) + content
+
+
+def _is_before(key: bytes, num_tokens: int) -> bool:
+    return not key.startswith(_PLACED) or _PLACE.unpack_from(key, len(_PLACED))[0] < num_tokens
 
 
 def _written(keys: Sequence[bytes]) -> bytes:
@@ -63,6 +74,10 @@ class HashChain:
 
     def block_hash(self, block: int) -> bytes:
         return self.hashes[block + 1]
+
+    def keys_before(self, block: int, num_tokens: int) -> list[bytes]:
+        """Extra keys of the first tokens of a block, without those of images that begin behind them."""
+        return [key for key in self._extra_keys.get(block, ()) if _is_before(key, num_tokens)]
 
     def num_shared(self, other: HashChain) -> int:
         """Number of leading blocks with equal hashes in both chains, in logarithmic time."""

@@ -80,7 +80,11 @@ class RegisteredPrefixes:
             for prefix in self._by_parent.get(chain.hashes[num_blocks], ()):
                 is_in_range = min_tokens <= prefix.num_tokens <= max_tokens
                 if is_in_range and list(token_ids[num_blocks * size : prefix.num_tokens]) == prefix.tail:
-                    return prefix
+                    own = prefix.blocks.chain
+                    assert own is not None
+                    length = len(prefix.tail)
+                    if chain.keys_before(num_blocks, length) == own.keys_before(num_blocks, length):
+                        return prefix
         return None
 
     def _parent(self, prefix: RegisteredPrefix) -> bytes:

@@ -21,8 +21,8 @@ Record = Callable[..., Value]
 
 
 class NativeVision(VisionEncoder):
-    """Vision encoder over native kernels; `tower` must have native layers. One program per layer, so that other work
-    can run between two; they share working memory."""
+    """Vision encoder over native kernels; `tower` must have native layers. One program per layer; they share working
+    memory."""
 
     def __init__(self, tower: VisionTower, runtime: NativeRuntime) -> None:
         super().__init__(tower)

@@ -1,6 +1,5 @@
 """Vision towers of Qwen2.5-VL, Qwen3-VL, Qwen 3.5 and Gemma 3: from patches to token features. A tower runs layer by
-layer, so other work can run in between; deep-stack features are taken after some layers. They run in torch, in Triton
-or, recorded, in native kernels (`models/native_vision.py`)."""
+layer, so other work can run in between, in torch, in Triton or, recorded, in native kernels."""
 
 from __future__ import annotations
 
@@ -220,7 +219,7 @@ class PooledMerger(Merger):
 
 
 class VisionTower:
-    """Layers of a tower, for any kind of values. Every rank computes the whole tower; load-time quantisation skips it.
+    """Layers of a tower, for any kind of values. Each rank has the whole tower; load-time quantisation skips it.
     slots: by checkpoint names without the tower's prefix."""
 
     def __init__(self, config: VisionConfig, context: LayerContext) -> None:

@@ -89,8 +89,8 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def blended(table: torch.Tensor, places: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Learned positions of the patches, [T, size] float32. table: [table_side ** 2, size]. places, shares: see
-    GridInputs. The four products are added in order."""
+    """Learned positions of the patches, [T, size] float32. places, shares: see GridInputs. The four products are added
+    in order."""
     total = table.new_zeros(0)
     for which in range(places.shape[1]):
         part = table[places[:, which]].float() * shares[:, which, None]

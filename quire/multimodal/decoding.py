@@ -35,8 +35,7 @@ _JPEGS = ("JPEG", "MPO")
 def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, *, background: Color = WHITE) -> Pixels:
     """Pixels of an image file, turned by its EXIF orientation; the first frame of an animation.
 
-    where: path of the field, for errors. background: colour under transparent pixels. Raises UserError for an image
-        beyond the limits, damaged or of an unsupported format or mode.
+    where: path of the field, for errors. background: colour under transparent pixels. Raises UserError.
     """
     if len(data) > limits.max_bytes:
         raise too_many_bytes(where, len(data), limits)
@@ -65,9 +64,9 @@ def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, 
 
 
 def read_pixels(image: Any, where: str, limits: ImageLimits = DEFAULT_LIMITS, *, background: Color = WHITE) -> Pixels:
-    """Pixels of a program's image: Pillow image, or an array (or tensor) of uint8, [height, width, channels] or
-    [channels, height, width] with 1, 3 or 4 channels. EXIF orientation is ignored, as by Transformers. Raises
-    UserError."""
+    """Pixels of a program's image: Pillow image, or an array (or tensor) of whole numbers from 0 to 255, [height,
+    width, channels] or [channels, height, width] with 1, 3 or 4 channels. EXIF orientation is ignored, as by
+    Transformers. Raises UserError."""
     if _is_pillow(image):
         _check_size(image.width, image.height, where, limits)
         _check_mode(image.mode, where)
@@ -78,12 +77,14 @@ def read_pixels(image: Any, where: str, limits: ImageLimits = DEFAULT_LIMITS, *,
     if not hasattr(image, "__array__"):
         kind = type(image).__name__
         raise UserError(f"{where}: an image must be a Pillow image or an array, not {kind}", param=where)
-    return _array_pixels(np.asarray(image), where, limits, background)
+    try:
+        values = np.asarray(image)
+    except (TypeError, RuntimeError, ValueError):
+        raise UserError(f"{where}: this array is not readable by NumPy on the CPU", param=where) from None
+    return _array_pixels(values, where, limits, background)
 
 
 def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits, background: Color) -> Pixels:
-    if values.dtype != np.uint8:
-        raise UserError(f"{where}: an array of an image must hold uint8, not {values.dtype}", param=where)
     if values.ndim != 3 or not ({values.shape[0], values.shape[2]} & {1, 3, 4}):
         raise UserError(
             f"{where}: an array of an image must be [height, width, channels] or [channels, height, width] with 1, 3 "
@@ -93,12 +94,30 @@ def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits, bac
     if values.shape[0] in (1, 3, 4):  # as Transformers, even if the last dimension could be the channels
         values = np.moveaxis(values, 0, -1)
     _check_size(values.shape[1], values.shape[0], where, limits)
+    values = _bytes(values, where)
     if values.shape[2] == 4:
         alpha = values[..., 3:4] / 255
         values = np.round(alpha * values[..., :3] + (1 - alpha) * np.array(background)).astype(np.uint8)
     elif values.shape[2] == 1:
         values = np.repeat(values, 3, axis=-1)
     return np.ascontiguousarray(values)
+
+
+def _bytes(values: npt.NDArray[Any], where: str) -> Pixels:
+    """Values as uint8; other types as Transformers takes them, if all are bytes."""
+    if values.dtype == np.uint8:
+        return values
+    if values.dtype.kind not in "biuf":
+        raise UserError(f"{where}: an array of an image must hold numbers, not {values.dtype}", param=where)
+    least, most = values.min(), values.max()
+    if least >= 0 and most <= 255 and (values.dtype.kind != "f" or np.array_equal(values, np.rint(values))):
+        return values.astype(np.uint8)
+    hint = "multiply by 255 and round" if least >= 0 and most <= 1 else "convert it to uint8"
+    raise UserError(
+        f"{where}: an array of {values.dtype} must hold whole numbers from 0 to 255, and this one has values from "
+        f"{least:g} to {most:g}: {hint}",
+        param=where,
+    )
 
 
 def _rgb(image: Image.Image, background: Color) -> Pixels:

@@ -35,7 +35,7 @@ _TYPES = {
     "torch LongStorage": np.int64,
     "torch IntStorage": np.int32,
 }
-"""Kinds of stored tensors, and the types of their elements; those of bfloat16 are their bits."""
+"""Kinds of stored tensors, and types of their elements."""
 _CONSTANTS: Mapping[str, Any] = {"NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _ATOMS = {"GLOBAL", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", *_CONSTANTS}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -46,9 +46,8 @@ def read_features(
     given: Mapping[str, Any], where: str, feature_size: int, merge_size: int, *, is_whole: bool
 ) -> ReadyImage:
     """Image of features that a client computed. given: an object with `image_embeds`, [tokens, feature_size], and
-    `image_grid_thw`, three numbers of patches; each in base64, or an array or tensor. where: path of the field, for
-    errors. merge_size: patches on a side of a token. is_whole: see ReadyImage. Raises UserError for another shape and
-    for values that are not finite."""
+    `image_grid_thw`, three numbers of patches; each in base64, or an array or tensor. Raises UserError, also for values
+    that are not finite."""
     if given.keys() != {EMBEDS, GRID}:
         raise UserError(f"{where}: an object with {EMBEDS} and {GRID} is needed", param=where)
     features, grid = (_array(given[name], f"{where}.{name}") for name in (EMBEDS, GRID))

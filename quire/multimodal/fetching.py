@@ -26,8 +26,7 @@ _USER_AGENT = "quire"
 
 
 def fetch_image(url: str, where: str, media: MediaConfig, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """Bytes of the image or video at a URL. Waits for the network. where: path of the field, for errors. Raises
-    UserError, without the other side's text, for a forbidden URL or a failed fetch."""
+    """Bytes of the image or video at a URL. Waits for the network. Raises UserError, without the other side's text."""
     name, kind = limits.name, limits.kind
     if any(each.isspace() or each == "\\" or not each.isprintable() for each in url):
         raise UserError(f"{where}: a URL of {name} has no spaces, control characters and backslashes", param=where)

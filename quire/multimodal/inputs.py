@@ -1,4 +1,4 @@
-"""Images and videos of prompts: a model's settings of them, and replacement of placeholders."""
+"""Images and videos of prompts: a model's settings, and replacement of placeholders."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from quire.config.media import (
 from quire.config.vision import VIDEO_TOKENS, VISION_TOWERS, EncoderCosts, VisionConfig, read_vision
 from quire.errors import ConfigError, UserError
 from quire.multimodal.marks import Encoder, ImageMarks
+from quire.multimodal.sizes import NO_LIMIT, check_tokens, image_limit
 from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, checked_uuid, is_data_url
 from quire.multimodal.video_marks import ReadyMedium, ReadyVideo, VideoMarks, VideoRuns, runs_of
 from quire.prompt_image import PromptImage, ReadyImage
@@ -97,7 +98,7 @@ class VideoInputs:
 @dataclass(frozen=True)
 class ImageInputs:
     """Image inputs of one model. token_id: id of the placeholder. marks: tokens around an image's that prompts lack
-    (None: they have them). videos: None if the model takes none."""
+    (None: they have them). videos: None if the model takes none. most_tokens: limit of an image."""
 
     processor: QwenProcessor | SquareProcessor
     vision: VisionConfig
@@ -105,12 +106,22 @@ class ImageInputs:
     media: MediaConfig = TEXT_DEFAULTS
     marks: ImageMarks | None = None
     videos: VideoInputs | None = None
+    most_tokens: int = NO_LIMIT
+
+    @property
+    def largest_tokens(self) -> int:
+        """Approximate tokens of the largest image or part of a video, for the tower's memory."""
+        most, videos = min(self.most_tokens, self.processor.max_tokens), self.videos
+        if videos is None or not self.media.videos.count:
+            return most
+        part = min(videos.processor.most_part_tokens, self.processor.max_tokens)
+        return max(part, most) if self.media.images.count else part
 
     def check_numbers(self, pictures: Sequence[Picture]) -> None:
-        """Raise UserError for too many images or videos in a prompt, and for videos of a model that takes none."""
+        """Raise UserError for too many images or videos in a prompt."""
         for is_video, limit, what in (
-            (False, self.media.max_images, "images"),
-            (True, self.media.max_videos, "videos"),
+            (False, self.media.images.count, "images"),
+            (True, self.media.videos.count, "videos"),
         ):
             given = [each for each in pictures if each.is_video == is_video]
             if given and is_video and self.videos is None:
@@ -132,7 +143,7 @@ class ImageInputs:
         if isinstance(self.processor, SquareProcessor):
             if options.processor != OF_FILES:
                 raise UserError(ONE_SIZE, param="mm_processor_kwargs")
-            return Preparation(self.processor, background)
+            return Preparation(self.processor, background, self.most_tokens)
         processor, most = self.processor, self.processor.max_pixels
         least, asked = processor.min_pixels, options.processor
         if asked.max_pixels is not None:
@@ -142,7 +153,7 @@ class ImageInputs:
         if detail == "low":
             most = min(most, LOW_DETAIL_PIXELS)
         processor = msgspec.structs.replace(processor, min_pixels=min(least, most), max_pixels=most)
-        return Preparation(processor, background)
+        return Preparation(processor, background, self.most_tokens)
 
     def prepare(self, picture: Picture, options: MediaOptions = NO_OPTIONS) -> ReadyMedium:
         """Fetch and decode an image or a video in this process. Raises UserError."""
@@ -169,14 +180,16 @@ class ImageInputs:
         from quire.multimodal.embeddings import read_features
 
         vision = self.vision
-        return read_features(features, where, vision.feature_size, vision.merge_size, is_whole=vision.is_pooled)
+        found = read_features(features, where, vision.feature_size, vision.merge_size, is_whole=vision.is_pooled)
+        check_tokens(found.num_tokens, self.most_tokens, "an image", where)
+        return found
 
     def place(
         self, token_ids: list[int], media: Sequence[ReadyMedium], where: str
     ) -> tuple[list[int], list[PromptImage]]:
-        """Return the prompt with a placeholder for each token of each image and video, and the placed images and parts
-        of videos. token_ids: prompt with one placeholder per image, with all, or with one mark per image; for videos
-        see VideoMarks. Raises UserError for placeholders that do not match."""
+        """Return the prompt with all placeholders, and the placed images and parts of videos. token_ids: prompt with
+        one placeholder or mark per image, or with all; for videos see VideoMarks. Raises UserError for placeholders
+        that do not match."""
         images = [each for each in media if isinstance(each, ReadyImage)]
         videos = [each for each in media if isinstance(each, ReadyVideo)]
         if self.videos is not None:
@@ -242,7 +255,8 @@ def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> Imag
         max_pixels=most or max(processor.max_pixels, least or 0),
     )
     videos = _video_inputs(config, processor, vision, tokenizer)
-    return ImageInputs(processor, vision, model.image_token_id, media, videos=videos)
+    most_tokens = image_limit(processor, media.images.size)
+    return ImageInputs(processor, vision, model.image_token_id, media, videos=videos, most_tokens=most_tokens)
 
 
 def _video_inputs(
@@ -263,7 +277,7 @@ def _video_inputs(
         tokens_per_second=vision.tokens_per_second,
     )
     marks = VideoRuns(tokens[0]) if is_timed else VideoMarks(tokens[0], tokens[1], tokens[2], tokenizer)
-    return None if found is None else VideoInputs(found, marks)
+    return None if found is None else VideoInputs(found.limited(config.media.videos.size), marks)
 
 
 def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
@@ -271,7 +285,7 @@ def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
     found = image_inputs(config)
     if isinstance(found, NoImages):
         return None
-    return EncoderCosts.of(found.vision, config.model.shape.active_parameters())
+    return EncoderCosts.of(found.vision, config.model.shape.active_parameters(), config.parallel.tp)
 
 
 def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
@@ -312,13 +326,14 @@ def _media_in(data: object, key: str, kind: str) -> list[Any]:
         return []
     if kind == "video" and key == MEDIA[0] and _is_one_video(given):
         return [given]
-    return list(given) if isinstance(given, list | tuple) else [given]
+    is_batch = getattr(given, "ndim", 0) == (4 if kind == "image" else 5)  # an array of images or videos
+    return list(given) if is_batch or isinstance(given, list | tuple) else [given]
 
 
 def _is_one_video(given: object) -> bool:
     if isinstance(given, tuple):
         return len(given) == 2 and isinstance(given[1], Mapping)
     if not isinstance(given, list):
-        return True
+        return getattr(given, "ndim", 0) != 5
     first = given[0] if given else None
     return getattr(first, "ndim", 0) == 3 or hasattr(first, "getbands")  # an array, or a Pillow image

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.config.adapters import ADAPTER_SLOTS
 from quire.image_orders import ImagePlace
+from quire.kv_cache.block_hash import placed_key
 from quire.prompt_image import PromptImage
 from quire.step import TokenValues
 
@@ -31,7 +32,7 @@ def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple
     for image in images:
         for block in range(image.start // block_size, (image.end - 1) // block_size + 1):
             time = b"" if image.moment is None else struct.pack("<q", image.moment)
-            yield block, b"image" + struct.pack("<q", image.start - block * block_size) + image.key + time
+            yield block, placed_key(image.start - block * block_size, image.key + time)
 
 
 def add_image_keys(
@@ -99,8 +100,7 @@ def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
 
 
 def last_seen(images: Sequence[PromptImage]) -> TokenValues:
-    """Values of LAST_SEEN from the first image to the end of the last: an image's last position for its tokens, its own
-    for another."""
+    """Values of LAST_SEEN from the first image to the end of the last."""
     start = images[0].start
     values = list(range(start, images[-1].end))
     for image in images:

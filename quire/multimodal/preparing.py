@@ -8,6 +8,7 @@ import msgspec
 
 from quire.multimodal.decoding import decode_image, read_pixels
 from quire.multimodal.processors import QwenProcessor, SquareProcessor
+from quire.multimodal.sizes import NO_LIMIT, check_tokens
 from quire.multimodal.sources import read_data_url
 from quire.prompt_image import ReadyImage
 
@@ -15,10 +16,12 @@ Color = tuple[int, int, int]
 
 
 class Preparation(msgspec.Struct, frozen=True):
-    """Settings that turn images into ReadyImages. background: colour under transparent pixels."""
+    """Settings that turn images into ReadyImages. background: colour under transparent pixels. most_tokens: limit of an
+    image."""
 
     processor: QwenProcessor | SquareProcessor
     background: Color
+    most_tokens: int = NO_LIMIT
 
     def prepare(self, image: Any, where: str) -> ReadyImage:
         """image: bytes of a file, data URL, Pillow image or array. Raises UserError."""
@@ -28,6 +31,9 @@ class Preparation(msgspec.Struct, frozen=True):
             pixels = decode_image(image, where, background=self.background)
         else:
             pixels = read_pixels(image, where, background=self.background)
+        if self.most_tokens < NO_LIMIT:
+            height, width, _ = pixels.shape
+            check_tokens(self.processor.num_tokens_of(height, width, where), self.most_tokens, "an image", where)
         found = self.processor.process(pixels, where)
         frames, rows, columns = found.grid
         merge = self.processor.merge_size

@@ -88,6 +88,10 @@ class ImageProcessor(Protocol):
         """Resized height and width. Raises UserError for an image that the processor refuses."""
         ...
 
+    def num_tokens_of(self, height: int, width: int, where: str) -> int:
+        """Placeholders of an image, as `target_size` resizes it."""
+        ...
+
     def process(self, pixels: Pixels, where: str) -> ProcessedImage:
         """Resize an image. Raises UserError as `target_size` does."""
         ...
@@ -98,8 +102,8 @@ class ImageProcessor(Protocol):
 
 
 class QwenProcessor(msgspec.Struct, frozen=True, tag=True):
-    """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: sides are multiples of a token's side, and the number of pixels
-    is bounded. Each patch repeats the image `frames` times."""
+    """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: sides are multiples of a token's, pixels are bounded. Each patch
+    repeats the image `frames` times."""
 
     patch_size: int
     merge_size: int
@@ -143,6 +147,9 @@ class QwenProcessor(msgspec.Struct, frozen=True, tag=True):
             rows, columns = math.ceil(height * stretch / side), math.ceil(width * stretch / side)
         return rows * side, columns * side
 
+    def num_tokens_of(self, height: int, width: int, where: str) -> int:
+        return math.prod(self.target_size(height, width, where)) // (self.patch_size * self.merge_size) ** 2
+
     def process(self, pixels: Pixels, where: str) -> ProcessedImage:
         height, width = self.target_size(pixels.shape[0], pixels.shape[1], where)
         resized = resize(pixels, height, width, self.resample)
@@ -164,7 +171,7 @@ class QwenProcessor(msgspec.Struct, frozen=True, tag=True):
 
 
 class SquareProcessor(msgspec.Struct, frozen=True, tag=True):
-    """Processor of Gemma 3: all images are resized to one size and pooled to the same number of tokens."""
+    """Processor of Gemma 3: all images get one size and number of tokens."""
 
     height: int
     width: int
@@ -187,6 +194,9 @@ class SquareProcessor(msgspec.Struct, frozen=True, tag=True):
 
     def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
         return self.height, self.width
+
+    def num_tokens_of(self, height: int, width: int, where: str) -> int:
+        return self.num_tokens
 
     def process(self, pixels: Pixels, where: str) -> ProcessedImage:
         resized = resize(pixels, self.height, self.width, self.resample)
@@ -217,7 +227,7 @@ def resize(pixels: Pixels, height: int, width: int, resample: int) -> Pixels:
 
 
 def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
-    """Key of a ProcessedImage. options: value whose repr names everything that patches depend on."""
+    """Key of a ProcessedImage. options: value whose repr names all that patches depend on."""
     described = repr((pixels.shape, tuple(grid), options)).encode()
     digest = hashlib.sha256(_KEY_LABEL + len(described).to_bytes(4, "little") + described)
     digest.update(np.ascontiguousarray(pixels).data)
@@ -259,8 +269,7 @@ def read_qwen_processor(directory: Path) -> QwenProcessor:
 
 
 def read_square_processor(directory: Path, patch_size: int, side: int, num_tokens: int) -> SquareProcessor:
-    """Read the processor of Gemma 3. patch_size, side, num_tokens: values of config.json; side: patches on a side of an
-    image. Raises ModelLoadError with file and key."""
+    """Read the processor of Gemma 3. side: patches on a side of an image. Raises ModelLoadError with file and key."""
     fields = _read_settings(directory)
     size = _object(fields, "size")
     if fields.values.get("do_pan_and_scan"):

@@ -21,11 +21,11 @@ MAX_UUID = 1024
 IMAGE_OF_PART = {"image_url": "image_url", "input_image": "image_url"}
 """Type of a content part -> field with its image's URL."""
 FEATURES = "image_embeds"
-"""Type of a content part with features of an image, and the field that holds them."""
+"""Type of a content part with features of an image, and its field."""
 VIDEO_PART = "video_url"
-"""Type of a content part with a video, and the field with its URL."""
+"""Type of a content part with a video, and its field."""
 OBJECT_OF_PART = {"image": "image", "image_pil": "image_pil"}
-"""Type of a program's content part -> field with its image, perhaps an object."""
+"""Type of a program's content part -> field with its image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ VIDEO_LIMITS = ImageLimits(64 * 2**20, 2**23, fetch_seconds=20.0, kind="video")
 class Picture(msgspec.Struct, frozen=True):
     """Image or video of a message, before it is read. where: path of its field, for errors. image: bytes of its file,
     URL other than a data URL, or a program's image; None for the image sent before under the uuid. detail: one of
-    DETAILS. uuid: the client's name of the image. is_video: `image` is a video (see quire/multimodal/videos.py)."""
+    DETAILS. uuid: the client's name of the image. is_video: `image` is a video."""
 
     where: str
     image: Any
@@ -66,8 +66,7 @@ class Picture(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_video(cls, video: Any, where: str, uuid: object = None) -> Picture:
-        """video: bytes of a file, URL, or a program's frames. Raises UserError for a uuid, and for a data URL without a
-        video."""
+        """video: bytes of a file, URL, or a program's frames. Raises UserError."""
         if uuid is not None:
             raise UserError(f"{where}: videos have no uuid", param=where)
         if isinstance(video, str) and is_data_url(video):
@@ -78,8 +77,7 @@ class Picture(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_url(cls, url: object, where: str, detail: object = None, uuid: object = None) -> Picture:
-        """url: None or empty if a uuid stands for the image. Raises UserError for a data URL without an image, and for
-        an unknown detail or uuid."""
+        """url: None or empty if a uuid stands for the image. Raises UserError."""
         name = checked_uuid(uuid, where)
         is_named_alone = name is not None and (url is None or url == "")
         if not is_named_alone and (not isinstance(url, str) or not url):
@@ -92,8 +90,8 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture | None:
-    """Image of a content part, or None. takes_objects: the part comes from a program and may hold a Pillow image or an
-    array. Raises UserError with the path of the invalid field."""
+    """Image of a content part, or None. takes_objects: the part comes from a program and may hold an object. Raises
+    UserError with the path of the invalid field."""
     if isinstance(part, Picture):
         return part
     if not isinstance(part, Mapping) or not isinstance(kind := part.get("type"), str):

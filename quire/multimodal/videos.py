@@ -10,16 +10,17 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
 
 from quire.config.hf_json import Fields, read_optional_json
-from quire.config.media import MOST_FRAMES, VideoOptions
-from quire.errors import PromptTooLongError, UserError
+from quire.config.media import MODEL_SIZE, MOST_FRAMES, MediaSize, VideoOptions
+from quire.errors import ConfigError, PromptTooLongError, UserError
 from quire.multimodal.decoding import Pixels, read_pixels
 from quire.multimodal.processors import LARGEST_RATIO, QwenProcessor, channels, content_key, resize
+from quire.multimodal.sizes import NO_LIMIT, OPTION, check_tokens, sides
 from quire.multimodal.sources import VIDEO_LIMITS, read_data_url, too_many_bytes
 from quire.multimodal.video_marks import ReadyVideo
 from quire.prompt_image import ReadyImage
@@ -33,11 +34,11 @@ MOST_DECODED = 2**34
 VIDEO_SECONDS = 60.0
 """Processor time for one file in a helper, in seconds."""
 DECODER_BYTES = 2**30
-"""Memory of a helper for FFmpeg beside the resized frames: a decoder keeps up to 16 frames and more."""
+"""Memory of a helper for FFmpeg beside the resized frames: decoders keep frames."""
 COPIES = 6
-"""Copies of all resized frames while a helper answers: frames, parts, and a growing message."""
+"""Copies of the resized frames in a helper that answers."""
 _VP8_SHOWN = 0x10
-"""Bit of a VP8 frame's first byte; frames without it are references of others alone."""
+"""Bit of a VP8 frame's first byte; frames without it are not shown."""
 METADATA = ("fps", "frames_indices", "total_num_frames", "duration", "do_sample_frames", "video_backend")
 """Keys beside frames, as in vLLM; the last and `duration` have no effect, `total_num_frames` for Qwen2.5-VL alone."""
 _FILE, _JOINT_FILE, _VIDEOS = "video_preprocessor_config.json", "processor_config.json", "video_processor"
@@ -45,11 +46,10 @@ _IMAGE_FILE = "preprocessor_config.json"
 
 
 class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
-    """Processor of Qwen3-VL and Qwen 3.5. image: processor of the frames. min_pixels, max_pixels: pixels of all frames
-    after resizing. fps: frames sampled of a second (None: all), from min_frames to max_frames. num_frames: frames
-    sampled in all, in place of fps. max_tokens: tokens of a frame (None: no limit of its own). most_tokens: largest
-    number of tokens of a video; longer ones are refused. samples_lists: sample frames that a program gives without
-    `do_sample_frames`."""
+    """Processor of Qwen3-VL and Qwen 3.5. min_pixels, max_pixels: pixels of all resized frames. fps: frames sampled of
+    a second (None: all), from min_frames to max_frames. num_frames: frames in place of fps. max_tokens: tokens of a
+    frame (None: no limit). most_tokens: limit of a video. samples_lists: sample frames that a program gives without
+    `do_sample_frames`. most_sized_tokens, most_part_tokens: limits by `limited`."""
 
     image: QwenProcessor
     min_pixels: int
@@ -61,12 +61,17 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
     max_tokens: int | None
     most_tokens: int = 2**32
     samples_lists: bool = True
+    most_sized_tokens: int = NO_LIMIT
+    most_part_tokens: int = NO_LIMIT
 
     @property
     def most_memory(self) -> int:
         """Upper estimate in bytes of the memory for a file."""
         side, step = self.image.patch_size * self.image.merge_size, self.image.frames
-        most = min(self._most_pixels(self.num_frames or self.max_frames), self.most_tokens * side**2 * step)
+        most = min(
+            self._most_pixels(self.num_frames or self.max_frames),
+            min(self.most_tokens, self.most_sized_tokens) * side**2 * step,
+        )
         return DECODER_BYTES + COPIES * 3 * most
 
     def _most_pixels(self, num_frames: int) -> int:
@@ -86,8 +91,8 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
         return found
 
     def target_size(self, num_frames: int, height: int, width: int, where: str) -> tuple[int, int]:
-        """Resized height and width of the frames. A part has no more patches than an image: the tower's memory is
-        planned for images. Raises UserError for a ratio that the processor refuses."""
+        """Resized height and width of the frames. A part has no more patches than an image, for which the tower's
+        memory is planned. Raises UserError for a ratio that the processor refuses."""
         side, step = self.image.patch_size * self.image.merge_size, self.image.frames
         most = self.max_pixels
         if self.max_tokens is not None:
@@ -122,7 +127,30 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
                 f"and the model's context is {self.most_tokens} tokens",
                 param=where,
             )
+        check_tokens(num_tokens, self.most_sized_tokens, "a video", where)
+        check_tokens(rows * columns, self.most_part_tokens, f"a run of {self.image.frames} frames", where)
         return rows * side, columns * side
+
+    def limited(self, size: MediaSize) -> Self:
+        """Processor that refuses videos of more tokens than one of the size has. Raises ConfigError."""
+        if size == MODEL_SIZE:
+            return self
+        free, side = msgspec.structs.replace(self, most_tokens=NO_LIMIT), self.image.patch_size * self.image.merge_size
+        num_frames = min(size.num_frames or NO_LIMIT, self.num_frames or self.max_frames)
+        height, width = sides(size, self.image.max_pixels)
+        asked = round(height / side) * round(width / side)
+
+        def tokens_of(count: int) -> int:
+            """Tokens of a part; NO_LIMIT if the model makes frames smaller."""
+            try:
+                found = math.prod(free.target_size(count, height, width, f"{OPTION}.video")) // side**2
+            except UserError as error:
+                raise ConfigError(str(error), param=OPTION) from None
+            return found if found >= asked else NO_LIMIT
+
+        whole = tokens_of(num_frames) * math.ceil(num_frames / self.image.frames)
+        part = tokens_of(min(self.image.frames, num_frames)) if size.has_sides else NO_LIMIT
+        return msgspec.structs.replace(self, most_sized_tokens=whole, most_part_tokens=part)
 
     def moments(self, num_parts: int, rate: float) -> list[int]:
         """Rotary times of the parts; empty: each has positions of its own. rate: sampled frames of a second."""
@@ -154,7 +182,7 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
         return self._made([resized[place] for place in chosen], seconds, len(chosen) / total * known.fps)
 
     def _made(self, resized: list[Pixels], seconds: list[float], rate: float) -> ReadyVideo:
-        """Parts of consecutive frames, the last of which is repeated to fill its part. rate: frames of a second."""
+        """Parts of consecutive frames; the last is repeated to fill its part. rate: frames of a second."""
         step, merge = self.image.frames, self.image.merge_size
         height, width, _ = resized[0].shape
         lacking = -len(resized) % step
@@ -242,8 +270,7 @@ class FrameFacts(NamedTuple):
 
 def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[list[Pixels], list[float], float]:
     """Sampled frames of a file, resized, their times in seconds, and their number in a second. The last frame stands
-    for those that the end of the file lacks. Limits apply before a frame is decoded. Raises UserError; MemoryError in a
-    helper, whose memory is limited."""
+    for missing ones. Limits apply before a frame is decoded. Raises UserError; MemoryError in a helper."""
     if len(data) > VIDEO_LIMITS.max_bytes:
         raise too_many_bytes(where, len(data), VIDEO_LIMITS)
     try:
@@ -295,8 +322,7 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
 
 
 def _opened(data: bytes, kind: str) -> Any:
-    """Container whose decoder has one thread and refuses frames that are larger than the limit before it makes room for
-    them."""
+    """Container whose decoder has one thread and makes no room for frames over the limit."""
     import av
 
     limits = {"max_pixels": str(2 * VIDEO_LIMITS.max_pixels)}  # a decoder may pad frames
@@ -307,7 +333,7 @@ def _opened(data: bytes, kind: str) -> Any:
 
 
 def _num_frames(packets: Iterable[Any], codec: str) -> int:
-    """Packets with a frame that is shown, up to one beyond the limit: a file of a few bytes may state any number."""
+    """Number of packets with a frame that is shown, up to one beyond the limit."""
     shown = (each for each in packets if each.size and not each.is_discard and not each.is_corrupt)
     if codec in ("vp8", "libvpx"):
         shown = (each for each in shown if memoryview(each)[0] & _VP8_SHOWN)
@@ -315,7 +341,7 @@ def _num_frames(packets: Iterable[Any], codec: str) -> int:
 
 
 def _container(data: bytes, where: str) -> str:
-    """FFmpeg's name of the container. Named to the opener, because a guess may be a playlist of other files."""
+    """FFmpeg's name of the container, because a guess may be a playlist of other files."""
     if data[4:8] == b"ftyp":
         return "mov"
     if data[:4] == b"\x1a\x45\xdf\xa3":
@@ -352,8 +378,8 @@ def read_video_processor(
     tokens_per_second: float | None = None,
 ) -> AnyVideoProcessor | None:
     """Read a checkpoint's video processor; None for one that differs from that of images in patches or normalisation.
-    options: the engine's. most_tokens: see VideoProcessor. tokens_per_second: None for models other than
-    Qwen2.5-VL, whose older checkpoints have one file for images and videos. Raises ModelLoadError with file and key."""
+    options: the engine's. most_tokens: see VideoProcessor. tokens_per_second: None for models other than Qwen2.5-VL,
+    which may have one file for images and videos. Raises ModelLoadError with file and key."""
     path, values = directory / _JOINT_FILE, read_optional_json(directory / _JOINT_FILE).get(_VIDEOS)
     for name in (_FILE,) if tokens_per_second is None else (_FILE, _IMAGE_FILE):
         if not isinstance(values, dict) or not values:

@@ -1,7 +1,7 @@
 """Scheduler's view of images: encoded ones, and the layers that each plan encodes.
 
-An image is encoded in slices of the tower's layers. A sequence stops before an unencoded image; a request that would
-begin with one waits in the queue (ImageGate). The workers keep features until a plan drops them.
+One rank encodes an image, in slices of the tower's layers. A sequence stops before an unencoded image; a request that
+would begin with one waits in the queue (ImageGate). The workers keep features until a plan drops them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ImageEncodings:
         """Encoded images after all plans made so far, the least recently read first."""
         self._wanted: dict[bytes, Wanted] = {}
         """Images whose encoding has not begun."""
-        self._current: Wanted | None = None
-        """Image with some of its layers ordered."""
+        self._current: list[Wanted | None] = [None] * (1 if costs is None else costs.num_ranks)
+        """Image with some of its layers ordered, by rank."""
         self._reads: set[bytes] = set()
         """Keys of images that this pass's plan reads."""
         self.num_begun = 0
@@ -53,7 +53,7 @@ class ImageEncodings:
 
     def limit(self, request: Request, start: int, end: int) -> int:
         """End of the tokens from `start` that can be computed now, at most `end`. It lies before the first unencoded
-        image, which is then requested, and never inside an image that one step must compute (`is_whole`)."""
+        image, which is then requested, and never inside a whole one."""
         for image in request.images:
             if image.start >= end:
                 break
@@ -71,8 +71,7 @@ class ImageEncodings:
         return end
 
     def awaits_budget(self, request: Request, start: int, num_tokens: int) -> bool:
-        """True if an image that one step must compute (`is_whole`) begins at position `start` and has more than
-        `num_tokens` tokens."""
+        """True if a whole image (`is_whole`) of more than `num_tokens` tokens begins at `start`."""
         return any(
             image.is_whole and image.start == start and image.num_tokens > num_tokens for image in request.images
         )
@@ -86,40 +85,47 @@ class ImageEncodings:
         return None
 
     def is_awaited(self, key: bytes) -> bool:
-        return key in self._wanted or (self._current is not None and self._current.key == key)
+        return key in self._wanted or any(each.key == key for each in self._begun())
 
     def orders(self, budget: int, *, is_idle: bool) -> ImageOrders | None:
-        """This pass's image orders. budget: tokens left in the step; one layer is encoded in any case. is_idle: nothing
-        else is computed, so unread images may be dropped for another."""
+        """This pass's image orders. budget: tokens left in the step, on every rank; one layer is encoded in any case.
+        is_idle: nothing else is computed, so unread images may be dropped for another."""
         reads, self._reads = self._reads, set()
-        if not self._wanted and self._current is None:
+        if not self._wanted and not self._begun():
             return None
         dropped: list[bytes] = []
         slices: list[EncodeSlice] = []
-        while (wanted := self._next(reads, dropped, is_idle=is_idle)) is not None:
+        budgets = dict.fromkeys(range(len(self._current)), budget)
+        busy: set[int] = set()
+        while budgets:
             assert self._costs is not None, "requests have images"
-            cost, left = self._costs.layer_tokens(wanted.grid), self._costs.num_layers - wanted.num_layers
-            count = min(left, max(budget // cost, 0 if slices else 1))
-            if wanted.is_encoded:
-                cost, count = 0, left
-            if not count:
-                break
-            budget -= count * cost
-            slices.append(EncodeSlice(wanted.key, count, wanted.image))
-            self._advance(wanted, count)
+            # Begun images first, then the next one on the rank that has most left.
+            rank = max(budgets, key=lambda each: (self._current[each] is not None, budgets[each]))
+            wanted, count = self._next(rank, reads, dropped, is_idle=is_idle), 0
+            if wanted is not None:
+                cost, left = self._costs.layer_tokens(wanted.grid), self._costs.num_layers - wanted.num_layers
+                count = min(left, max(budgets[rank] // cost, 0 if rank in busy else 1))
+                if wanted.is_encoded:
+                    cost, count = 0, left
+            if wanted is None or not count:
+                del budgets[rank]
+                continue
+            budgets[rank] -= count * cost
+            busy.add(rank)
+            slices.append(EncodeSlice(wanted.key, count, wanted.image, rank))
+            self._advance(wanted, count, rank)
             reads.add(wanted.key)  # orders of one plan do not drop what they encode
         return ImageOrders(dropped, slices) if dropped or slices else None
 
     def forget(self, request: Request) -> None:
-        current = () if self._current is None else (self._current,)
-        for wanted in (*self._kept.values(), *self._wanted.values(), *current):
+        for wanted in (*self._kept.values(), *self._wanted.values(), *self._begun()):
             wanted.requests.pop(request, None)
         self._wanted = {key: wanted for key, wanted in self._wanted.items() if wanted.requests}
 
     def forget_workers(self) -> None:
         self._kept.clear()
         self._wanted.clear()
-        self._current = None
+        self._current = [None] * len(self._current)
 
     def report_stats(self, stats: EngineStats) -> None:
         """Fill in what the workers keep and have encoded."""
@@ -129,33 +135,58 @@ class ImageEncodings:
             stats.encoded_images_total = self.num_begun
 
     def _want(self, image: PromptImage, request: Request) -> None:
-        current = self._current
-        if current is None or current.key != image.key:
-            current = self._wanted.setdefault(image.key, Wanted(image))
-        current.requests[request] = None
+        begun = next((each for each in self._begun() if each.key == image.key), None)
+        wanted = begun or self._wanted.setdefault(image.key, Wanted(image))
+        wanted.requests[request] = None
 
-    def _next(self, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
-        """Image whose layers are ordered next. dropped: receives the images that make room."""
-        if self._current is not None:
-            if self._current.requests:
-                return self._current
-            dropped.append(self._current.key)
-            self._current = None
+    def _begun(self) -> list[Wanted]:
+        return [each for each in self._current if each is not None]
+
+    def _next(self, rank: int, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
+        """Image whose layers a rank computes next. dropped: receives the images that make room."""
+        current = self._current[rank]
+        if current is not None:
+            if current.requests:
+                return current
+            dropped.append(current.key)
+            self._current[rank] = None
         asked = [(wanted.order_key, key) for key, wanted in self._wanted.items()]
         order_key, key = min(((order, key) for order, key in asked if order is not None), default=(None, b""))
         if order_key is None:
-            return None
+            return self._ahead()
         wanted = self._wanted[key]
         return wanted if self._make_room(wanted.num_tokens, order_key, reads, dropped, is_idle=is_idle) else None
+
+    def _ahead(self) -> Wanted | None:
+        """Next image of a request whose image another rank encodes, if there is room beside all others."""
+        assert self._costs is not None, "requests have images"
+        begun, taken = self._begun(), {*self._kept, *(each.key for each in self._begun())}
+        found: dict[tuple[OrderKey, int], tuple[Request, PromptImage]] = {}
+        for request in {request for each in begun for request in each.requests}:
+            keys = [image.key for image in request.images]
+            first = min(keys.index(each.key) for each in begun if request in each.requests)
+            image = next((each for each in request.images[first:] if each.key not in taken), None)
+            if image is not None:
+                found[request.order_key, image.start] = request, image
+        if not found:
+            return None
+        request, image = found[min(found)]
+        if self._room() < image.num_tokens:
+            return None
+        wanted = Wanted(image)
+        wanted.requests[request] = None
+        return wanted
+
+    def _room(self) -> int:
+        assert self._costs is not None, "requests have images"
+        return self._costs.cache_tokens - sum(each.num_tokens for each in (*self._kept.values(), *self._begun()))
 
     def _make_room(
         self, num_tokens: int, order_key: OrderKey, reads: set[bytes], dropped: list[bytes], *, is_idle: bool
     ) -> bool:
-        """Make room for an image of `num_tokens` features beside images that the plan reads and unread ones of earlier
-        requests. False: no room."""
-        assert self._costs is not None, "requests have images"
-        room = self._costs.cache_tokens - sum(kept.num_tokens for kept in self._kept.values())
-        victims = []
+        """Make room beside begun images, those that the plan reads and unread ones of earlier requests. False: no
+        room."""
+        room, victims = self._room(), []
         for key, kept in self._kept.items():
             if room >= num_tokens:
                 break
@@ -164,23 +195,23 @@ class ImageEncodings:
                 continue
             victims.append(key)
             room += kept.num_tokens
-        if room < num_tokens and len(victims) < len(self._kept):
+        if room < num_tokens and (self._begun() or len(victims) < len(self._kept)):
             return False
         for key in victims:
             del self._kept[key]
         dropped += victims
         return True
 
-    def _advance(self, wanted: Wanted, num_layers: int) -> None:
+    def _advance(self, wanted: Wanted, num_layers: int, rank: int) -> None:
         assert self._costs is not None, "requests have images"
         key = wanted.key
         if wanted.image is not None:
-            del self._wanted[key]
-            self._current, wanted.image = wanted, None
+            self._wanted.pop(key, None)
+            self._current[rank], wanted.image = wanted, None
             self.num_begun += 1
         wanted.num_layers += num_layers
         if wanted.num_layers == self._costs.num_layers:
-            self._kept[key], self._current = wanted, None
+            self._kept[key], self._current[rank] = wanted, None
 
 
 class ImageGate:

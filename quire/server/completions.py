@@ -128,7 +128,13 @@ class CompletionAnswer(Answer[CompletionRequest]):
             OutputDelta(content=completion.text),
             None
             if body.logprobs is None
-            else chat_logprobs(completion.token_ids, completion.logprobs or [], body.logprobs, self._tokenizer),
+            else chat_logprobs(
+                completion.token_ids,
+                completion.logprobs or [],
+                body.logprobs,
+                self._tokenizer,
+                as_ids=bool(body.return_tokens_as_token_ids),
+            ),
             completion.token_ids if body.return_token_ids else None,
             completion.finish_reason,
             completion.stop_reason,

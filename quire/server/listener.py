@@ -195,8 +195,8 @@ class CertificateWatch:
         self._seen = self._state()
 
     def check(self, context: ssl.SSLContext) -> bool:
-        """If the files have changed, let each new handshake of `context` change to a context made of them; return
-        whether that was done. Files that do not fit together change nothing."""
+        """If the files have changed, let new handshakes of `context` use them; return whether they do. Files that do
+        not fit together change nothing."""
         state = self._state()
         if state == self._seen:
             return False

@@ -37,8 +37,8 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 class LogTail(logging.Handler):
-    """Handler that keeps the last records of the `quire` loggers between `open` and `close`. process: random name, by
-    which a reader tells the lines of this process from another's."""
+    """Handler that keeps the last records of the `quire` loggers between `open` and `close`. process: random name
+    of this process."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from msgspec import UNSET
 
 from quire.errors import UserError
 from quire.pooling_params import PoolingParams
+from quire.sampling_params import MAX_LOGIT_BIAS
 from quire.server.auth import public
 from quire.server.body import parse_fields, report_ignored
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
@@ -20,12 +23,14 @@ from quire.server.errors import ApiError, unavailable
 from quire.server.generation import render_chat
 from quire.server.health import Health
 from quire.server.json_bodies import any_type
+from quire.server.logprobs import ID_MARK
 from quire.server.numbered_adapters import add_numbered_adapter_routes
 from quire.server.pooling import add_pooling_route, run_texts
-from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.chat import ChatLogprob, ChatRequest, TopLogprob
 from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.llama_cpp import (
     NAMES,
+    RANDOM_SEED,
     SAMPLING,
     LlamaCompletionRequest,
     LlamaEmbedding,
@@ -33,7 +38,9 @@ from quire.server.protocol.llama_cpp import (
     LlamaFields,
     LlamaGenerationSettings,
     LlamaInfillRequest,
+    LlamaProbability,
     LlamaPrompt,
+    LlamaPromptParts,
     LlamaProps,
     LlamaResponse,
     LlamaSlot,
@@ -45,10 +52,13 @@ from quire.server.responses import json_response
 from quire.server.streaming import EventStream
 from quire.server.turn import Event, Step, Turn, begin_completion
 from quire.tokenization.infill import infill
+from quire.tokenization.tokenizer import Tokenizer
 
 SNIPPET = "\n\n--- snippet ---\n\n"
 """Mark before each text of `input_extra`, for tokenizers without a file token."""
 FILE_MARK = "<|file_sep|>"
+SIDE_BY_SIDE = 8
+"""Limit of a request's prompts that run at once."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -60,7 +70,10 @@ def add_llama_cpp_routes(app: FastAPI, context: ServerContext) -> None:
     @any_type
     async def completion(request: Request) -> Response:
         body = await read_request(request, context, LlamaCompletionRequest)
-        return await _answer(request, context, body, body.prompt)
+        prompts = [await _one_sequence(context, prompt) for prompt in body.prompts]
+        if len(prompts) == 1:
+            return await _answer(request, context, body, prompts[0])
+        return await _answer_all(request, context, body, prompts)
 
     @app.post("/infill")
     @any_type
@@ -83,6 +96,16 @@ def add_llama_cpp_routes(app: FastAPI, context: ServerContext) -> None:
     _add_state_routes(app, context)
 
 
+async def _one_sequence(context: ServerContext, prompt: LlamaPromptParts) -> str | list[int]:
+    if isinstance(prompt, str) or not any(isinstance(part, str) for part in prompt):
+        return prompt  # type: ignore[return-value]
+    found: list[int] = []
+    for number, part in enumerate(prompt):
+        is_text = isinstance(part, str)
+        found += await context.engine.texts.encode(part, add_special_tokens=number == 0) if is_text else [part]  # type: ignore[arg-type,list-item]
+    return found
+
+
 def _add_state_routes(app: FastAPI, context: ServerContext) -> None:
     engine = context.engine
 
@@ -94,7 +117,7 @@ def _add_state_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.get("/props")
     async def props() -> Response:
-        defaults = {**SAMPLING, **engine.model_config.sampling_defaults}
+        defaults = {**SAMPLING, "seed": RANDOM_SEED, "n_predict": -1, **engine.model_config.sampling_defaults}
         special = context.tokenizer.special_tokens
         shows_template = context.settings.enable_tokenizer_info_endpoint
         return json_response(
@@ -151,27 +174,74 @@ async def _infill_prompt(context: ServerContext, body: LlamaInfillRequest) -> li
 
 
 async def _answer(request: Request, context: ServerContext, body: LlamaFields, prompt: str | list[int]) -> Response:
-    name = context.served_name(body.model)
-    report_ignored(request, context, body.noted)
-    defaults, longest = context.engine.model_config.sampling_defaults, context.engine.ready.max_model_len
-    try:
-        completion = parse_fields(body.to_completion(prompt, defaults, longest), CompletionRequest)[0]
-    except (ApiError, UserError) as error:
-        raise error.named(NAMES) from None
-    turn = begin_completion(context, request, completion, NAMES, ends_with_context=True)
-    answer = _LlamaAnswer(body, turn, name)
-    headers = {"X-Request-Id": turn.response_id}
+    answer = await _begin(request, context, body, prompt)
+    headers = {"X-Request-Id": answer.response_id}
     if body.stream:
         return EventStream(answer.stream(), headers)
     await run_until_disconnect(request.receive, answer.run())
     return Response(answer.whole(), headers=headers, media_type="application/json")
 
 
+async def _answer_all(
+    request: Request, context: ServerContext, body: LlamaFields, prompts: Sequence[str | list[int]]
+) -> Response:
+    answers = [await _begin(request, context, body, prompt, index) for index, prompt in enumerate(prompts)]
+    free = asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def run(answer: _LlamaAnswer) -> None:
+        async with free:
+            await answer.run()
+
+    async def run_all() -> None:
+        tasks = [asyncio.ensure_future(run(answer)) for answer in answers]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    await run_until_disconnect(request.receive, run_all())
+    headers = {"X-Request-Id": answers[0].response_id}
+    return Response(b"[%b]" % b",".join(a.whole() for a in answers), headers=headers, media_type="application/json")
+
+
+async def _begin(
+    request: Request, context: ServerContext, body: LlamaFields, prompt: str | list[int], index: int = 0
+) -> _LlamaAnswer:
+    name = context.served_name(body.model)
+    report_ignored(request, context, body.noted)
+    defaults, longest = context.engine.model_config.sampling_defaults, context.engine.ready.max_model_len
+    fields = body.to_completion(prompt, defaults, longest)
+    if body.logit_bias:
+        fields["logit_bias"] = await _biases(context, body)
+    try:
+        completion = parse_fields(fields, CompletionRequest)[0]
+    except (ApiError, UserError) as error:
+        raise error.named(NAMES) from None
+    turn = begin_completion(context, request, completion, NAMES, ends_with_context=True)
+    return _LlamaAnswer(context.tokenizer, body, turn, name, prompt, index)
+
+
+async def _biases(context: ServerContext, body: LlamaFields) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for key, bias in body.biases:
+        tokens = [key] if isinstance(key, int) else await context.engine.texts.encode(key, add_special_tokens=False)
+        found |= dict.fromkeys(tokens, bias)
+        if len(found) > MAX_LOGIT_BIAS:
+            break  # SamplingParams refuses them
+    return found
+
+
 class _LlamaAnswer:
     """Completion in llama.cpp's form. After `t_max_predict_ms` it ends at the first line break."""
 
-    def __init__(self, body: LlamaFields, turn: Turn, model: str) -> None:
-        self._body, self._turn, self._model = body, turn, model
+    def __init__(
+        self, tokenizer: Tokenizer, body: LlamaFields, turn: Turn, model: str, prompt: str | list[int], index: int
+    ) -> None:
+        self._tokenizer, self._body, self._turn, self._model = tokenizer, body, turn, model
+        self._prompt, self._index = prompt, index
+        self.response_id = turn.response_id
         self._is_silent = body.n_predict == 0
         self._text: list[str] = []
         self._num_told = 0
@@ -187,11 +257,18 @@ class _LlamaAnswer:
         async with aclosing(self._events()) as events:
             async for event in events:
                 if event.step is Step.GROW and not self._is_silent:
-                    yield b"data: %b\n\n" % self._told(self._piece(event.piece))
+                    piece = self._piece(event.piece)
+                    if self._body.n_probs:
+                        piece.completion_probabilities = [self._probability(entry) for entry in event.logprobs]
+                    yield b"data: %b\n\n" % self._told(piece)
         yield b"data: %b\n\n" % self._told(self._last(""))
 
     def whole(self) -> bytes:
-        return self._told(self._last("".join(self._text)))
+        last = self._last("".join(self._text))
+        if self._body.n_probs and not self._is_silent:
+            entries = (entry for segment in self._turn.segments for entry in segment.logprobs)
+            last.completion_probabilities = [self._probability(entry) for entry in entries]
+        return self._told(last)
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         limit = self._body.t_max_predict_ms
@@ -209,6 +286,7 @@ class _LlamaAnswer:
     def _piece(self, text: str) -> LlamaResponse:
         usage = self._turn.usage
         return LlamaResponse(
+            index=self._index,
             content=text,
             tokens=self._new_tokens(),
             stop=False,
@@ -221,6 +299,7 @@ class _LlamaAnswer:
         num_predicted = 0 if self._is_silent else usage.completion_tokens
         stop_type = {"stop": "eos", "length": "limit"}.get(turn.finish_reason, "limit" if self._is_late else "none")
         return LlamaResponse(
+            index=self._index,
             content=text,
             tokens=self._new_tokens(),
             stop=True,
@@ -232,11 +311,43 @@ class _LlamaAnswer:
             stop_type="word" if turn.stop_string is not None else stop_type,
             stopping_word=turn.stop_string or "",
             tokens_cached=usage.num_cached,
+            generation_settings=self._settings(),
+            prompt=self._prompt_text() if self._tells("prompt") else UNSET,
             timings=self._timings(num_predicted),
         )
 
+    def _settings(self) -> dict[str, Any]:
+        params, body = self._turn.params, self._body
+        names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
+        return {name: getattr(params, name) for name in names} | {
+            "repeat_penalty": params.repetition_penalty,
+            "seed": RANDOM_SEED if params.seed is None else params.seed,
+            "stop": params.stop or [],
+            "n_predict": -1 if body.n_predict is None else body.n_predict,
+            "n_probs": body.n_probs,
+            "logit_bias": [{"token": token, "bias": bias} for token, bias in (params.logit_bias or {}).items()],
+            "stream": body.stream,
+        }
+
+    def _prompt_text(self) -> str:
+        given = self._prompt
+        return given if isinstance(given, str) else self._tokenizer.decode(given, skip_special_tokens=False)
+
+    def _probability(self, entry: ChatLogprob | TopLogprob) -> LlamaProbability:
+        token = int(entry.token.removeprefix(ID_MARK))
+        return LlamaProbability(
+            id=token,
+            token=self._tokenizer.token_text(token),
+            bytes=entry.bytes or [],
+            logprob=entry.logprob,
+            top_logprobs=UNSET
+            if isinstance(entry, TopLogprob)
+            else [self._probability(each) for each in entry.top_logprobs],
+        )
+
     def _new_tokens(self) -> list[int]:
-        found = self._turn.token_ids[self._num_told :] if self._body.return_tokens and not self._is_silent else []
+        tells = (self._body.return_tokens or self._body.stream) and not self._is_silent
+        found = self._turn.token_ids[self._num_told :] if tells else []
         self._num_told += len(found)
         return found
 
@@ -254,9 +365,12 @@ class _LlamaAnswer:
             *_rates(num_predicted, predicted_ms),
         )
 
+    def _tells(self, name: str) -> bool:
+        return not self._body.response_fields or name in self._body.response_fields
+
     def _told(self, answer: LlamaResponse) -> bytes:
         wanted = self._body.response_fields
-        if wanted is None or not answer.stop:
+        if not wanted or not answer.stop:
             return _encoder.encode(answer)
         fields = msgspec.to_builtins(answer)
         found = {path: value for path in wanted if (value := _at(fields, path)) is not None}

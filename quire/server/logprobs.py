@@ -13,6 +13,8 @@ from quire.tokenization.tokenizer import Tokenizer
 LOWEST = -9999.0
 """Substitute for minus infinity, which JSON lacks."""
 
+ID_MARK = "token_id:"
+
 Entry = dict[int, Logprob]
 
 
@@ -100,7 +102,7 @@ def prompt_logprobs(entries: Sequence[Entry | None] | None) -> PromptLogprobs | 
 
 def id_name(token_id: int) -> str:
     """vLLM's name of a token that its text may not identify."""
-    return f"token_id:{token_id}"
+    return f"{ID_MARK}{token_id}"
 
 
 def _by_name(entry: Entry, as_ids: bool) -> dict[str, float]:

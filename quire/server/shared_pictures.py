@@ -1,4 +1,4 @@
-"""Pictures that clients of several API processes have named, which the parent has: the messages about them."""
+"""Messages about pictures that clients have named, which API processes' parent has."""
 
 from __future__ import annotations
 

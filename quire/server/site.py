@@ -1,7 +1,6 @@
 """Checks of Host and Origin, which keep foreign web pages out.
 
-The Host header reveals DNS rebinding (a foreign name that leads to 127.0.0.1); the Origin header a page that posts to
-`http://127.0.0.1:8000`.
+The Host header reveals DNS rebinding; the Origin header a foreign page that posts.
 """
 
 from __future__ import annotations

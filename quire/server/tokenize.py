@@ -76,9 +76,16 @@ async def _in_llama_cpps_words(context: ServerContext, body: TokenizeRequest, te
     tokens = await context.engine.texts.encode(text, add_special_tokens=body.add_special)
     if not body.with_pieces:
         return LlamaTokens(tokens)
-    decode = context.tokenizer.decode
+    bytes_of = context.tokenizer.token_bytes
+
+    def piece(token: int) -> LlamaPiece:
+        found = bytes_of(token)
+        try:
+            return LlamaPiece(token, found.decode())
+        except UnicodeDecodeError:
+            return LlamaPiece(token, list(found))
 
     def work() -> list[LlamaPiece]:
-        return [LlamaPiece(token, decode([token], skip_special_tokens=False)) for token in tokens]
+        return [piece(token) for token in tokens]
 
     return LlamaTokens(await context.engine.texts.off_loop(len(tokens), work))

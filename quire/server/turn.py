@@ -1,6 +1,4 @@
-"""Turn of the assistant, on which other conversation APIs are built.
-
-/v1/messages and /v1/responses convert their requests to chat completions, and the answer's events to their own
+"""Turn of the assistant: other APIs convert their requests to chat completions, and the answer's events to their own
 (docs/decisions/0043-one-pipeline-of-answers.md).
 """
 

@@ -544,8 +544,8 @@ def _check(shape: ModelShape, layout: ParallelConfig) -> None:
     if reason is not None:
         raise UserError(f"dcp={layout.dcp} is not possible: {reason}", param="dcp")
     reason = why_prompts_not_dealt(shape) if layout.pcp > 1 else None
-    if layout.pcp > 1 and layout.pp * layout.dcp > 1:
-        reason = "pp and dcp must be 1"
+    if layout.pcp > 1 and layout.pp * layout.dcp * layout.ep > 1:
+        reason = "pp, dcp and ep must be 1"
     if reason is not None:
         raise UserError(f"pcp={layout.pcp} is not possible: {reason}", param="pcp")
     if layout.pp > shape.num_layers:

@@ -13,13 +13,16 @@ import uuid
 from collections.abc import Mapping
 from enum import StrEnum
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import quire
 from quire import logits_processors
 from quire.errors import nearest_name
 from quire.logging import get_logger
 from quire.version import __version__ as __version__
+
+if TYPE_CHECKING:  # editors know no names of `__getattr__`
+    from quire import *  # noqa: F403
 
 
 class UsageContext(StrEnum):
@@ -76,6 +79,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "entrypoints": (),
     "entrypoints.llm": ("LLM",),
     "inputs": ("TextPrompt", "TokensPrompt"),
+    "inputs.data": ("TextPrompt", "TokensPrompt"),
     "logger": ("init_logger",),
     "logprobs": ("Logprob",),
     "lora": (),
@@ -115,6 +119,32 @@ REASONS: Mapping[str, str] = {
 }
 
 
+OTHER_MODULES: Mapping[str, str] = {
+    "assets": "it downloads pictures; prompts take any (docs/images.md)",
+    "benchmarks": "`quire bench` measures",
+    "entrypoints": "`quire serve` is the server, and `python -m quire.cli.vllm` takes vLLM's lines",
+    "envs": "docs/cli.md has Quire's variables",
+    "model_executor": "no code of users runs in the engine",
+    "multimodal": "prompts take pictures (docs/images.md)",
+    "tokenizers": "LLM.get_tokenizer() has Transformers' methods",
+    "transformers_utils": "LLM.get_tokenizer() has Transformers' methods",
+    "v1.metrics": "LLM.stats() has the counters, a server's /metrics all metrics",
+}
+
+
+class _OtherModules:
+    """Explains imports of missing modules."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name.startswith(f"{__name__}."):
+            asked = name.removeprefix(f"{__name__}.")
+            why = next((text for known, text in OTHER_MODULES.items() if f"{asked}.".startswith(f"{known}.")), None)
+            raise ModuleNotFoundError(
+                f"vLLM's module {asked!r} is not here: {why or 'it has no counterpart'} (docs/from-vllm.md)", name=name
+            )
+
+
 class _Module(ModuleType):
     """Module that looks up its names on access."""
 
@@ -143,6 +173,9 @@ for _name, _names in MODULES.items():
     sys.modules[f"{__name__}.{_name}"] = _made = _Module(_name, _names)
     _outer, _, _last = _name.rpartition(".")
     setattr(sys.modules[f"{__name__}.{_outer}" if _outer else __name__], _last, _made)
+
+
+sys.meta_path.append(_OtherModules)
 
 
 def __getattr__(name: str) -> Any:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from quire.worker.oracle import Oracle
     from quire.worker.request_state import RequestState
 
-PATIENCE, STRIDE = 64, 4
-"""After PATIENCE look-ups in a row without a result, only one step in STRIDE looks up."""
+PATIENCE, STRIDE, MOST_STRIDES = 64, 4, 4
+"""Each PATIENCE look-ups in a row without a result add STRIDE steps between two look-ups, MOST_STRIDES times."""
 
 
 class Placed(NamedTuple):
@@ -156,11 +156,16 @@ class HostDrafts:
         any. needed: indices of rows whose drafts must be known now (`tokens_of`)."""
         if not self.finder.find_drafts(table, rows, ends + 1, self._drafts, self._counts):
             self._num_fruitless += 1
-            self.num_skipped = STRIDE - 1 if self._num_fruitless >= PATIENCE else 0
+            self.num_skipped = num_to_skip(self._num_fruitless)
             return None
         self._num_fruitless = 0
         found: list[int] = self._counts[rows].tolist()
         return found
+
+
+def num_to_skip(num_fruitless: int) -> int:
+    """Steps that skip their look-up, behind `num_fruitless` look-ups in a row without a result."""
+    return max(0, STRIDE * min(MOST_STRIDES, num_fruitless // PATIENCE) - 1)
 
 
 def note_found(result: StepResult, plan: StepPlan, counts: Sequence[int], tokens: Sequence[list[int]]) -> None:

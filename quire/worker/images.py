@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,23 +12,40 @@ from quire.image_orders import ImageOrders, ImagePlace
 from quire.models.vision import EncoderRun, VisionEncoder
 from quire.models.vision_grid import copied_to
 from quire.multimodal.processors import ImageProcessor, ProcessedImage
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SINGLE_RANK
 from quire.prompt_image import PromptImage
 from quire.step import StepPlan
 from quire.worker.input_batch import InputBatch
 from quire.worker.overlays import StepOverlay
 
 
+@dataclass(slots=True)
+class PartlyEncoded:
+    """Image that a rank has begun. num_left: layers left. run: on that rank alone."""
+
+    rank: int
+    num_tokens: int
+    num_left: int
+    run: EncoderRun | None
+
+
 class ImageOverlays:
     """OverlaySource of a model with images. Plans order encoding and dropping, so the scheduler knows every worker's
     features (quire/scheduler/encoding.py). An image's bits do not depend on how its encoding is sliced."""
 
-    def __init__(self, encoder: VisionEncoder, processor: ImageProcessor) -> None:
+    def __init__(
+        self, encoder: VisionEncoder, processor: ImageProcessor, largest_tokens: int, group: ProcessGroup = SINGLE_RANK
+    ) -> None:
+        """largest_tokens: see ImageInputs. group: ranks, each of which encodes images of its own."""
         self.encoder = encoder
         self._processor = processor
+        self._largest_tokens = largest_tokens
+        self._group = group
         self._kept: dict[bytes, torch.Tensor] = {}
         """Features by image key, [tokens, feature_size] float32."""
-        self._run: tuple[bytes, EncoderRun] | None = None
-        """Key and run of the partly encoded image."""
+        self._partly: dict[bytes, PartlyEncoded] = {}
+        """Images that ranks have begun, at most one a rank."""
         self._seconds = 0.0
         self._shown: dict[int, list[ImagePlace]] = {}
 
@@ -52,14 +70,13 @@ class ImageOverlays:
         return self.encoder.weight_bytes()
 
     def working_bytes(self, max_tokens: int) -> int:
-        """Upper estimate in bytes of features and the encoder's working memory, in float32. max_tokens: limit of a
-        prompt, which bounds an image's placeholders."""
-        return self.encoder.config.working_bytes(min(max_tokens, self._processor.max_tokens))
+        """Upper estimate in bytes of features and the encoder's working memory. max_tokens: limit of a prompt."""
+        return self.encoder.config.working_bytes(min(max_tokens, self._largest_tokens))
 
     def release_workspaces(self) -> None:
         """Free working memory and drop all features."""
         self._kept.clear()
-        self._run = None
+        self._partly.clear()
         self.encoder.release_workspaces()
 
     def _overlay(self, plan: StepPlan, batch: InputBatch) -> StepOverlay | None:
@@ -84,21 +101,34 @@ class ImageOverlays:
     def _follow(self, orders: ImageOrders) -> None:
         for key in orders.dropped:
             self._kept.pop(key, None)
-            if self._run is not None and self._run[0] == key:
-                self._run = None
+            self._partly.pop(key, None)
+        encoded: list[tuple[bytes, PartlyEncoded, torch.Tensor | None]] = []
         for part in orders.slices:
             if part.image is not None and part.image.is_encoded:
                 given = np.frombuffer(part.image.pixels, np.float32).reshape(part.image.size)
                 self._kept[part.key] = copied_to(torch.from_numpy(given.copy()), self.encoder.device)
                 continue
             if part.image is not None:
-                assert self._run is None, "one image is encoded at a time"
-                self._run = part.key, self._begin(part.image)
-            assert self._run is not None, "the first layers bring the image"
-            assert self._run[0] == part.key, "an image's layers follow one another"
-            features = self._run[1].advance(part.num_layers)
-            if features is not None:
-                (self._kept[part.key],), self._run = features, None
+                busy = [each.rank for each in self._partly.values()]
+                assert part.rank not in busy, "a rank encodes one image at a time"
+                run = self._begin(part.image) if part.rank == self._group.rank else None
+                self._partly[part.key] = PartlyEncoded(
+                    part.rank, part.image.num_tokens, self.encoder.config.num_layers, run
+                )
+            image = self._partly[part.key]  # the first layers bring it
+            image.num_left -= part.num_layers
+            features = None if image.run is None else image.run.advance(part.num_layers)
+            if not image.num_left:
+                encoded.append((part.key, self._partly.pop(part.key), None if features is None else features[0]))
+        for key, image, own in encoded:  # after all slices, so that ranks compute side by side
+            self._kept[key] = self._exchanged(image, own)
+
+    def _exchanged(self, image: PartlyEncoded, own: torch.Tensor | None) -> torch.Tensor:
+        """Features of an image on every rank. own: None on those that did not encode it."""
+        if own is None:
+            shape = image.num_tokens, self.encoder.config.feature_size
+            own = torch.empty(shape, dtype=torch.float32, device=self.encoder.device)
+        return self._group.broadcast(own, image.rank)
 
     def _begin(self, image: PromptImage) -> EncoderRun:
         pixels = np.frombuffer(image.pixels, np.uint8).reshape(-1, *image.size, 3)

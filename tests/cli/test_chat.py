@@ -61,7 +61,7 @@ def test_commands(engine: FakeEngine, type_lines: Any, capsys: pytest.CaptureFix
     error = capsys.readouterr().err
     assert "/clear" in error
     assert "forgets all that was said" in error
-    assert "unknown command /nonsense" in error
+    assert "unknown command /nonsense (/help lists them" in error
 
 
 def test_pictures_go_with_the_next_message(

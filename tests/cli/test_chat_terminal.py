@@ -163,6 +163,10 @@ def test_a_conversation(server: Server, tmp_path: Path) -> None:
         assert {"refuse": "refused: ", "fail": "no answer: out of memory"}[question] in terminal.ready()
     terminal.type("two\r")
     terminal.ready()
+    terminal.type("/set tempratur 1\r")
+    shown = terminal.ready()
+    assert "did you mean 'temperature'?" in shown
+    assert "\r\n" in shown[shown.index("known:") : shown.index("frequency_penalty")], "lines end between words"
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
     os.close(terminal.master)

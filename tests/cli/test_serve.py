@@ -212,6 +212,11 @@ def test_options_of_a_file(
         ("a.yaml", "port: [1", "a.yaml is not valid YAML"),
         ("a.yaml", "hf_overrides: {a: 2020-01-01}", "a.yaml is not valid YAML: Object of type date"),
         ("a.toml", "port = ", "a.toml is not valid TOML"),
+        ("a.yaml", "api-key:", "a.yaml: api-key has no value"),
+        ("a.yaml", "port: null", "a.yaml: port has no value"),
+        ("a.yaml", "api_key: [k, null]", "a.yaml: api-key has no value"),
+        ("a.yaml", "config: b.yaml", "a.yaml: config is no setting of a file"),
+        ("a.yaml", "print_config: true", "a.yaml: print_config is no setting of a file"),
         ("a.json", "{}", "a.json must end in .yaml or .yml or .toml"),
     ],
 )

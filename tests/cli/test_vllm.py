@@ -272,6 +272,7 @@ def test_a_file_of_flags_lies_under_the_line(tmp_path: Path) -> None:
         ("a.yaml", "a: !!int ''", "is not valid YAML"),
         ("a.yaml", "a: !!bool b", "is not valid YAML"),
         ("a.yaml", "a: &a {b: *a}", "is not valid YAML: Circular reference"),
+        ("a.yaml", "api-key:", "a.yaml: api-key has no value"),
         ("a.yaml", "no-such-flag: 1", "unknown option '--no-such-flag'"),
         ("a.yaml", "enable-elastic-ep: true", "--enable-elastic-ep is not supported: the ranks of a host"),
     ],

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.segment import Segment
 
-from quire.cli.top import ORDER_NAMES
+from quire.cli.top import ORDER_NAMES, PIPE_WIDTH
 from quire.dashboard.frame import Frame, blocks_of, number_of, owners_of
 from quire.dashboard.history import History
 from quire.dashboard.terminal import (
@@ -110,6 +110,17 @@ def test_the_text(driver: CoreDriver) -> None:
     assert row[3:10] == ["running", "10", "0", "12", "600.0", "0.0", "s"]
     assert row[10] == "4"
     assert int(row[11]) == len(blocks_of(busy_request(driver, "cmpl-abc#2")))
+
+
+@pytest.mark.parametrize(("width", "num_heads"), [(80, 6), (PIPE_WIDTH, 9)])
+def test_no_head_is_cut(driver: CoreDriver, width: int, num_heads: int) -> None:
+    console = Console(width=width, record=True, file=StringIO())
+    frame = busy(driver)
+    frame.kv.requests[0].request_id = "chatcmpl-0123456789abcdef#12345"
+    console.print(render(frame, History(), "http://server:8000", size=(width, None)))
+    [heads] = [line for line in console.export_text().splitlines() if line.startswith("request")]
+    assert len(heads.split()) == num_heads
+    assert "…" not in heads
 
 
 def small(frame: Frame, order: str = "queue", num_lines: int = 20) -> list[str]:

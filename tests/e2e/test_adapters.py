@@ -240,8 +240,9 @@ def test_more_adapters_than_run_at_a_time(tiny: Tiny, tmp_path: Path) -> None:
         {"max_num_batched_tokens": 7, "max_prefill_chunk": 5},
         {"num_blocks_override": 9, "preemption_mode": "swap", "swap_space": "1MiB"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+        pytest.param({"prefill_context_parallel_size": 2}, marks=pytest.mark.long),
     ],
-    ids=["preempted", "chunks", "swapped", "drafts"],
+    ids=["preempted", "chunks", "swapped", "drafts", "prompts dealt to ranks"],
 )
 def test_schedules(tiny: Tiny, options: dict[str, Any]) -> None:
     which = [tiny.first, tiny.second, None, tiny.second, tiny.first]

@@ -285,7 +285,7 @@ def test_tokens_do_not_depend_on_chunks_and_neighbours(directory: Path, options:
 
 @pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.long), "native"])
 def test_two_ranks(directory: Path, expected: list[list[int]], backend: str) -> None:
-    """Each computes the tower: plans tell both what to encode and to drop."""
+    """Each encodes some of the images, and gets the others' features (tests/worker/test_images.py has their bits)."""
     with engine(directory, tensor_parallel_size=2, attention_backend=backend, max_num_batched_tokens=16) as llm:
         assert tokens(llm, PROMPTS) == expected
         assert tokens(llm, PROMPTS[:1]) == expected[:1]
@@ -328,6 +328,33 @@ def test_forms_of_a_picture(llm: LLM, expected: list[list[int]]) -> None:
         given = prompt(5, 6, 7, WIDE, 8, 9)
         given["multi_modal_data"]["image"] = form  # not in a list
         assert tokens(llm, [given]) == expected[:1]
+
+
+def test_arrays_of_pictures(llm: LLM, expected: list[list[int]]) -> None:
+    """A batch is one picture for each place; numbers of another type are pixels if they are bytes."""
+    batch = np.stack([np.asarray(TALL)] * 2)
+    whole = prompt(WIDE, 8, TALL, TALL, 5)
+    for given in (batch, torch.from_numpy(batch), batch.astype(np.float32)):
+        two = prompt(8, TALL, TALL, 5)
+        wanted = tokens(llm, [two])
+        assert tokens(llm, [two | {"multi_modal_data": {"image": given}}]) == wanted
+    floats = [np.asarray(each, np.float32) for each in (WIDE, TALL, TALL)]
+    assert tokens(llm, [whole | {"multi_modal_data": {"image": floats}}]) == expected[1:2]
+
+
+def test_sizes_that_are_planned(directory: Path, expected: list[list[int]]) -> None:
+    """An image of another shape is taken if its tokens are as few; one with more is named, as its features are."""
+    limits = {"image": {"count": 3, "width": 40, "height": 16}}
+    with engine(directory, limit_mm_per_prompt=limits, enable_mm_embeds=True) as llm:
+        with pytest.raises(UserError, match="an image of 18 tokens is larger than the 10 that") as caught:
+            tokens(llm, [prompt(5, TALL, WIDE)])
+        assert caught.value.param == "multi_modal_data.image[1]"
+        assert tokens(llm, [PROMPTS[2]]) == expected[2:3]
+        features = {"image_embeds": torch.zeros(18, 144), "image_grid_thw": [1, 6, 12]}
+        with pytest.raises(UserError, match="an image of 18 tokens"):
+            tokens(llm, [PROMPTS[0] | {"multi_modal_data": {"image": features}}])
+        with pytest.raises(UserError, match="at most 3 images"):
+            tokens(llm, [prompt(TALL, TALL, TALL, TALL)])
 
 
 def test_options_of_a_call(llm: LLM) -> None:
@@ -391,6 +418,11 @@ def test_features_of_a_client(directory: Path, model: PreTrainedModel, expected:
         ),
         ({"multi_modal_data": {"image": ["x"]}}, "must be data:image", "multi_modal_data.image[0]"),
         ({"multi_modal_data": {"image": [b"x"]}}, "damaged", "multi_modal_data.image[0]"),
+        (
+            {"multi_modal_data": {"image": [np.asarray(WIDE) / 255]}},
+            "array of float64 must hold whole numbers",
+            "multi_modal_data.image[0]",
+        ),
         ({"multi_modal_data": {"image": draw(1, size=(900, 2))}}, "200 times", "multi_modal_data.image[0]"),
         ({"multi_modal_data": {"audio": [1]}}, "multi_modal_data.audio is not supported", "multi_modal_data.audio"),
         ({"multi_modal_data": {"video": [1]}}, "this model takes no videos", "multi_modal_data.video[0]"),
@@ -420,7 +452,7 @@ def test_a_model_without_settings_of_images_is_one_of_text(
         assert tokens(llm, [PROMPTS[3]]) == [expected[3]]
         with pytest.raises(UserError, match=r"has no preprocessor_config\.json"):
             tokens(llm, [PROMPTS[0]])
-        with pytest.raises(UserError, match="multi_modal_data is not supported: a registered prefix is text"):
+        with pytest.raises(UserError, match=r"has no preprocessor_config\.json"):
             llm.register_prefix(PROMPTS[0])  # type: ignore[arg-type]
 
 

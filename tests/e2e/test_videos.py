@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,20 @@ from transformers import PreTrainedModel
 
 from quire.errors import UserError
 from quire.llm import LLM
-from tests.e2e.test_images import GREEDY, NUM_TOKENS, STATES, TALL, WIDE, engine, tokens
+from tests.e2e.test_images import (
+    GREEDY,
+    NUM_TOKENS,
+    STATES,
+    TALL,
+    WIDE,
+    engine,
+    settings_of,
+    tokens,
+    tokens_of,
+)
+from tests.e2e.test_restart import GUARD_SECONDS, open_engine
+from tests.fakes.fates import Fates
+from tests.long import all_but_long
 from tests.models.vision_models import (
     BOUND,
     IMAGE_END,
@@ -296,6 +310,66 @@ def test_times_in_place_of_marks(tmp_path: Path) -> None:
             assert [other.outputs[0].logprobs == output.outputs[0].logprobs for other in others] == [True, True]
 
 
+@pytest.fixture(scope="module")
+def timed_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = with_videos(lambda: qwen2_5_vl(tokens_per_second=2))
+    return save_video_chat(model, tmp_path_factory.mktemp("qwen2-5-vl-video"))
+
+
+TIMED = [
+    {"prompt_token_ids": [5, *MARKED, 6, 7], "multi_modal_data": {"video": [(FRAMES[:5], {"fps": 4})]}},
+    {"prompt_token_ids": [*MARKED, 8, *MARKED], "multi_modal_data": {"video": [SHORT, (FRAMES[:3], {"fps": 0.7})]}},
+    {"prompt_token_ids": [5, 6, 7]},
+]
+"""Prompts of Qwen2.5-VL, whose references are those of test_times_in_place_of_marks."""
+
+
+@pytest.fixture(scope="module")
+def timed_tokens(timed_directory: Path) -> list[list[int]]:
+    with engine(timed_directory, attention_backend="native", enable_prefix_caching=False) as llm:
+        return [tokens(llm, [each])[0] for each in TIMED]
+
+
+@pytest.mark.long
+def test_two_ranks(timed_directory: Path, timed_tokens: list[list[int]]) -> None:
+    """The parts are dealt to both."""
+    with engine(timed_directory, tensor_parallel_size=2, max_num_batched_tokens=16) as llm:
+        assert tokens(llm, TIMED) == timed_tokens
+        assert llm.stats()["encoder_seconds_total"] > 0
+
+
+@pytest.mark.parametrize("deaths", all_but_long([[3], [2, 9]], [[3]]), ids=str)
+async def test_an_engine_after_one_that_was_killed_gets_the_videos_again(
+    timed_directory: Path,
+    timed_tokens: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    deaths: list[int],
+) -> None:
+    """The times of the parts, too, on which positions and keys depend."""
+    fates = Fates(tmp_path, monkeypatch)
+    fates.are(*(("die", step) for step in deaths))
+    engine = open_engine(settings_of(timed_directory))
+    try:
+        async with asyncio.timeout(GUARD_SECONDS):
+            assert await asyncio.gather(*(tokens_of(engine, each) for each in TIMED)) == timed_tokens
+            assert await asyncio.gather(*(tokens_of(engine, each) for each in TIMED)) == timed_tokens
+        assert (engine.num_restarts, fates.num_left) == (len(deaths), 0)
+        assert (await engine.stats()).prefix_cache_hits_total > 0
+    finally:
+        engine.shutdown()
+
+
+def test_pipelines_refuse_pictures(directory: Path) -> None:
+    """In words, and their prompts of text are taken."""
+    given = {"prompt_token_ids": [5, *MARKED], "multi_modal_data": {"video": FRAMES}}
+    refused = pytest.raises(UserError, match="multi_modal_data is not supported: images are not passed on in pipelines")
+    with engine(directory, pipeline_parallel_size=2, attention_backend="native") as llm:
+        assert len(tokens(llm, [{"prompt_token_ids": [5, 6, 7]}])[0]) == NUM_TOKENS
+        with refused:
+            tokens(llm, [given])
+
+
 def test_order_of_frames_matters(llm: LLM, model: PreTrainedModel) -> None:
     """The same two frames in one part and in another order, and one frame for both, are other content."""
     one, two = FRAMES[:2]
@@ -337,6 +411,10 @@ def test_errors(llm: LLM, change: dict[str, Any], message: str) -> None:
 def test_models_without_videos_and_limits(directory: Path, tmp_path: Path) -> None:
     given = {"prompt_token_ids": [5, *MARKED], "multi_modal_data": {"video": FRAMES}}
     with engine(directory, limit_mm_per_prompt={"video": 0}) as llm, pytest.raises(UserError, match="at most 0 videos"):
+        tokens(llm, [given])
+    sized = {"video": {"count": 2, "num_frames": 2, "width": 32, "height": 16}}
+    refused = pytest.raises(UserError, match=r"video\[0\]: a video of \d+ tokens is larger than the")
+    with engine(directory, limit_mm_per_prompt=sized) as llm, refused:
         tokens(llm, [given])
     other = save_chat(random_model(qwen3_vl), tmp_path)
     (other / "video_preprocessor_config.json").write_text(json.dumps({"patch_size": 2}))

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
-from quire.config.media import TEXT_DEFAULTS, MediaConfig
+from quire.config.media import TEXT_DEFAULTS, MediaConfig, MediaLimit, MediaSize
 from quire.engine.pictures import Pictures
+from quire.errors import ConfigError
 from quire.multimodal.inputs import VideoInputs
 from quire.multimodal.preparing import Preparation
 from quire.multimodal.processors import Normalisation, QwenProcessor
@@ -59,7 +61,21 @@ def test_limits_of_a_prompt() -> None:
         ({"image": 0, "video": 0}, (0, 0, True)),
     ):
         found = MediaConfig.of(limit_mm_per_prompt=limits, **usual)
-        assert (found.max_images, found.max_videos, found.language_model_only) == wanted
+        assert (found.images.count, found.videos.count, found.language_model_only) == wanted
+    sized = MediaConfig.of(
+        limit_mm_per_prompt={"image": {"width": 64}, "video": {"count": 1, "num_frames": 8, "height": 32}}, **usual
+    )
+    assert sized.images == MediaLimit(999, MediaSize(width=64))
+    assert sized.videos == MediaLimit(1, MediaSize(height=32, num_frames=8))
+    for limits, message in (
+        ({"image": {"num_frames": 2}}, "image has count, width, height, not 'num_frames'"),
+        ({"image": {"width": 0}}, "image.width must be a number from 1 on, not 0"),
+        ({"video": {"num_frames": True}}, "video.num_frames must be a number from 1 on"),
+        ({"image": {"count": -1}}, "image must be a number from 0 on, not -1"),
+        ({"audio": {"width": 5}}, "audio has count, not 'width'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            MediaConfig.of(limit_mm_per_prompt=limits, **usual)
 
 
 async def test_an_image_does_not_wait_for_videos() -> None:

@@ -307,10 +307,17 @@ def wait_for(executor: RankedExecutor | RankProcesses, condition: Callable[[Vita
         time.sleep(0.1)
 
 
-def test_a_rank_that_is_killed_ends_the_others(model_path: Path, fresh_interpreters: None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_tokens"),
+    all_but_long([("tensor", 3), ("prefill_context", 64)], [("tensor", 3)]),
+)
+def test_a_rank_that_is_killed_ends_the_others(
+    model_path: Path, fresh_interpreters: None, kind: str, num_tokens: int
+) -> None:
     """In a step, which the other rank is in the middle of, with the next one in flight; then nothing more is done.
-    Before that it is stopped, idle and in the step, which the executor says as well."""
-    ranks = RankProcesses(configured(model_path, tensor_parallel_size=2, queue_depth=2))
+    Before that it is stopped, idle and in the step, which the executor says as well. The step of the second kind is a
+    prompt of which each rank computes a part."""
+    ranks = RankProcesses(configured(model_path, queue_depth=2, **{f"{kind}_parallel_size": 2}))
     executor = RankedExecutor(ranks)
     groups, layers_per_group = group_layers(executor.load_model(), 16)
     profile = executor.profile(128, 16)
@@ -326,8 +333,9 @@ def test_a_rank_that_is_killed_ends_the_others(model_path: Path, fresh_interpret
     processes[1].resume()
     wait_for(executor, lambda signs: signs.stopped is None and signs.silence < 1.0)
     processes[1].suspend()
-    plan = StepPlan(1, [1], [0], [3], [1], [0], new_sequences=[NewSequence(1, [1, 2, 3], 3, [[1]], GREEDY)])
-    futures = [executor.execute(plan), executor.execute(StepPlan(2, [1], [3], [1], [1], [0]))]
+    new = NewSequence(1, list(range(num_tokens)), num_tokens, [[*range(1, 2 + num_tokens // 16)]], GREEDY)
+    plan = StepPlan(1, [1], [0], [num_tokens], [1], [0], new_sequences=[new])
+    futures = [executor.execute(plan), executor.execute(StepPlan(2, [1], [num_tokens], [1], [1], [0]))]
     wait_for(executor, lambda signs: signs.silence > 1.0 and 0.5 < signs.stalled < math.inf)  # the other one waits
     assert not any(future.done() for future in futures)
     processes[1].kill()

@@ -29,7 +29,8 @@ NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 75 * 2
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Its first node has one core, and so has the other one."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray's niceness of actors is 15: beside other tests the seconds of their start become minutes.
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
     import ray
     from ray.cluster_utils import Cluster
 
@@ -39,6 +40,16 @@ def cluster() -> Iterator[Any]:
     yield nodes
     ray.shutdown()
     nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(model_path: Path) -> dict[str, list[int]]:
+    """Tokens of each request."""
+    config = configured(model_path)
+    alone = EngineCore(config, LocalExecutor(config), SystemClock(), masks=AllowedByPosition())
+    tokens = run(alone)
+    alone.shutdown()
+    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -79,34 +90,26 @@ def taken() -> list[str]:
     return [state for state in groups + actors if state not in ("REMOVED", "DEAD")]
 
 
-def test_stages_of_two_nodes(cluster: Any, model_path: Path) -> None:
+def test_stages_of_two_nodes(cluster: Any, model_path: Path, of_one_rank: dict[str, list[int]]) -> None:
     """The tokens of one rank, with hidden states over the network; a killed stage is told, and nothing is left."""
     from quire.executors.ray_ranks import RayRanks
 
-    config = configured(model_path)
-    alone = EngineCore(config, LocalExecutor(config), SystemClock(), masks=AllowedByPosition())
-    expected = run(alone)
-    alone.shutdown()
     config = configured(model_path, pipeline_parallel_size=2, distributed_executor_backend="ray")
     ranks = RayRanks(replace(config, ray_placement="strict_spread"))
     core = EngineCore(config, RankedExecutor(ranks, 2), SystemClock(), masks=AllowedByPosition())
     assert len({host.node_id for host in ranks.hosts}) == 2
-    assert run(core) == expected
+    assert run(core) == of_one_rank
     os.kill(ranks.hosts[1].process_id, signal.SIGKILL)
     assert f"rank 1 of 2 (process {ranks.hosts[1].process_id} on Ray's node" in dead(core)
     core.shutdown()
     eventually(lambda: not taken())
 
 
-def test_ranks_of_two_nodes(cluster: Any, model_path: Path) -> None:
+def test_ranks_of_two_nodes(cluster: Any, model_path: Path, of_one_rank: dict[str, list[int]]) -> None:
     """The tokens of one rank, with prefix hits, preemption, constraints and an abort: over the network, and again where
     the nodes share memory. A killed rank and a lost node are told in one line, and nothing is left of the ranks."""
     from quire.executors.ray_ranks import RayRanks
 
-    config = configured(model_path)
-    alone = EngineCore(config, LocalExecutor(config), SystemClock(), masks=AllowedByPosition())
-    expected = run(alone)
-    alone.shutdown()
     options = {"tensor_parallel_size": 2, "queue_depth": 2, "distributed_executor_backend": "ray"}
     config = configured(model_path, **options, ray_placement="strict_spread")
 
@@ -118,7 +121,7 @@ def test_ranks_of_two_nodes(cluster: Any, model_path: Path) -> None:
     nodes = [host.node_id for host in ranks.hosts]
     [other] = cluster.worker_nodes
     assert nodes == [cluster.head_node.node_id, other.node_id], "this node's ranks come first"
-    assert run(core) == expected
+    assert run(core) == of_one_rank
     assert core.stats().preemptions_total > 0
     assert "on each of 2 ranks" in core.ready.backend
     eventually(lambda: core.vital_signs().silence < 2.0)
@@ -130,7 +133,7 @@ def test_ranks_of_two_nodes(cluster: Any, model_path: Path) -> None:
     eventually(lambda: not taken())
 
     core, ranks = start(may_share_memory=True)
-    assert run(core) == expected
+    assert run(core) == of_one_rank
     cluster.remove_node(other, allow_graceful=False)
     assert f"rank 1 of 2 (process {ranks.hosts[1].process_id} on Ray's node {nodes[1][:8]}) has ended: " in dead(core)
     core.shutdown()

@@ -32,7 +32,7 @@ from tests.fakes.masks import AllowedByPosition
 from tests.fakes.ranks import ThreadRank, run_ranks
 from tests.long import all_but_long
 from tests.models.encoders import SMALL
-from tests.models.families import FAMILIES, llama, qwen3, qwen3_moe
+from tests.models.families import FAMILIES, llama, qwen3
 from tests.models.harness import randomize, save
 from tests.models.test_native_ranks import SharedRank
 from tests.simulator.test_exchange import CountingRank
@@ -94,7 +94,7 @@ def results(path: Path, options: dict[str, Any]) -> tuple[Any, Any, EngineCore]:
     return results_of(make_core(configured(path, block_size=8, **options)))
 
 
-@pytest.mark.parametrize("model", all_but_long(["qwen3", "gemma3"], ["qwen3"]))
+@pytest.mark.parametrize("model", all_but_long(["qwen3", "gemma3", "qwen3-moe"], ["qwen3"]))
 def test_the_bits_of_one_rank(tmp_path: Path, model: str) -> None:
     """Of ranks that exchange rows by kernels, and of one of them by torch's collectives; of norms and windows."""
     config = configured(save(randomize(FAMILIES[model]()), tmp_path), block_size=8, num_blocks_override=300)
@@ -161,7 +161,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {SHARED: 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         "speculative_config needs the rows of all tokens",
     ),
-    "adapters": ({SHARED: 2, "enable_lora": True}, "enable_lora needs the rows of all tokens"),
     "plain torch": ({SHARED: 2, "attention_backend": "torch"}, "attends to the rows of one rank"),
     "launcher": (
         {SHARED: 2, "distributed_executor_backend": "external_launcher"},
@@ -187,13 +186,12 @@ def test_what_is_refused(wide_path: Path, case: str) -> None:
 MODELS = {
     "deepseek-v2": "keys and values alone, and .* has others .latent.",
     "qwen3-next": "keys and values alone, and .* has others .state.",
-    "qwen3-moe": "dense models alone, and .* has experts",
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_are_refused(tmp_path: Path, name: str) -> None:
-    path = save(randomize(qwen3_moe() if name == "qwen3-moe" else FAMILIES[name]()), tmp_path)
+    path = save(randomize(FAMILIES[name]()), tmp_path)
     with pytest.raises(ConfigError, match=f"{SHARED}=2 is not possible: .*{MODELS[name]}"):
         configured(path, **{SHARED: 2})
 

@@ -7,6 +7,7 @@ from tests.fuzz import (
     checkpoints,
     constraints,
     gguf_files,
+    media_files,
     native_plans,
     operator_files,
     outputs,
@@ -27,4 +28,5 @@ FUZZERS: tuple[Fuzzer, ...] = (
     outputs.FUZZER,
     tokenizer_files.FUZZER,
     operator_files.FUZZER,
+    media_files.FUZZER,
 )

@@ -9,6 +9,7 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
@@ -176,7 +177,12 @@ def test_wrong_data_urls(url: str, message: str) -> None:
 def test_values_that_are_no_pictures() -> None:
     cases = [
         ("text", "not str"),
-        (np.zeros((4, 4, 3)), "uint8, not float64"),
+        (np.full((4, 4, 3), 0.5), "from 0.5 to 0.5: multiply by 255 and round"),
+        (np.full((4, 4, 3), 256), "int64 must hold whole numbers from 0 to 255, .* from 256 to 256: convert it"),
+        (np.full((4, 4, 3), np.nan), "from nan to nan"),
+        (np.full((4, 4, 3), "x"), "must hold numbers, not <U1"),
+        (torch.zeros(4, 4, 3, dtype=torch.bfloat16), "not readable by NumPy"),
+        (np.zeros((2, 4, 4, 3), np.uint8), r"\[2, 4, 4, 3\]"),
         (np.zeros((4, 4), np.uint8), r"\[4, 4\]"),
     ]
     cases += [(np.zeros((5, 4, 2), np.uint8), r"\[5, 4, 2\]"), (np.zeros((0, 4, 3), np.uint8), "has none")]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from quire.errors import ModelLoadError, UserError
+from quire.config.media import MediaSize
+from quire.errors import ConfigError, ModelLoadError, UserError
 from quire.multimodal.decoding import read_pixels
+from quire.multimodal.preparing import Preparation
 from quire.multimodal.processors import QwenProcessor, content_key, read_qwen_processor, read_square_processor
+from quire.multimodal.sizes import NO_LIMIT, image_limit
 from tests.multimodal.pictures import draw, many
 
 QWEN3 = {
@@ -85,6 +90,33 @@ def test_arrays(tmp_path: Path, shape: tuple[int, ...]) -> None:
     processor, reference = read_qwen_processor(written(tmp_path, QWEN3)), Qwen2VLImageProcessorPil(**QWEN3)
     found = processor.process(read_pixels(values, "image"), "image")
     assert np.array_equal(processor.patches(found), reference(images=[values])["pixel_values"])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64])
+def test_arrays_of_other_types(tmp_path: Path, dtype: type) -> None:
+    """Whole numbers of a byte are pixels, as in Transformers."""
+    values = np.random.default_rng(1).integers(0, 256, (50, 60, 3)).astype(dtype)
+    processor, reference = read_qwen_processor(written(tmp_path, QWEN3)), Qwen2VLImageProcessorPil(**QWEN3)
+    found = processor.process(read_pixels(values, "image"), "image")
+    assert np.array_equal(processor.patches(found), reference(images=[values])["pixel_values"])
+
+
+def test_sizes_that_are_planned(tmp_path: Path) -> None:
+    """An image of the size has as many tokens as the limit; what the model makes smaller has no limit of its own."""
+    processor = read_qwen_processor(written(tmp_path, QWEN3))
+    side = processor.patch_size * processor.merge_size
+    planned = image_limit(processor, MediaSize(width=4 * side, height=3 * side))
+    assert planned == 12
+    for size, is_taken in (((4, 3), True), ((3, 4), True), ((5, 3), False)):
+        width, height = (each * side for each in size)
+        how = Preparation(processor, (255, 255, 255), planned)
+        with nullcontext() if is_taken else pytest.raises(UserError, match=r"x: an image of 15 tokens .* the 12 that"):
+            assert how.prepare(draw(1, size=(width, height)), "x").num_tokens == 12
+    square = math.isqrt(processor.max_pixels)
+    assert image_limit(processor, MediaSize(width=side)) == round(square / side)
+    assert image_limit(processor, MediaSize(width=square + 1, height=square + 1)) == NO_LIMIT
+    with pytest.raises(ConfigError, match="200 times"):
+        image_limit(processor, MediaSize(width=1, height=201))
 
 
 @pytest.mark.parametrize("step", ["do_rescale", "do_normalize"])

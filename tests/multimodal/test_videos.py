@@ -16,8 +16,8 @@ import pytest
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
-from quire.config.media import VideoOptions
-from quire.errors import UserError
+from quire.config.media import MediaSize, VideoOptions
+from quire.errors import ConfigError, UserError
 from quire.multimodal import videos
 from quire.multimodal.processors import read_qwen_processor
 from quire.multimodal.sources import ImageLimits
@@ -80,6 +80,24 @@ def test_a_part_has_no_more_tokens_than_an_image(tmp_path: Path) -> None:
         rows, columns = (edge // 8 for edge in found.target_size(chance.randint(1, 9), height, width, ""))
         assert rows * columns <= found.image.max_tokens
         assert rows * columns * 64 <= most or 1 in (rows, columns)
+
+
+def test_sizes_that_are_planned(tmp_path: Path) -> None:
+    """A video of the size is taken, longer ones and larger frames are refused; what the model itself bounds is free."""
+    made = processor(tmp_path, size={"shortest_edge": 64, "longest_edge": 10**6})
+    made = msgspec.structs.replace(made, image=msgspec.structs.replace(made.image, max_pixels=10**6))
+    found = made.limited(MediaSize(width=48, height=32, num_frames=5))
+    assert (found.most_sized_tokens, found.most_part_tokens) == (3 * 24, 24)
+    assert found.target_size(5, 32, 48, "x") == found.target_size(6, 32, 48, "x") == (32, 48)
+    assert found.target_size(5, 48, 32, "x") == (48, 32)
+    with pytest.raises(UserError, match=r"x: a video of 96 tokens is larger than the 72 that"):
+        found.target_size(7, 32, 48, "x")
+    with pytest.raises(UserError, match=r"x: a run of 2 frames of 30 tokens is larger than the 24 that"):
+        found.target_size(2, 40, 48, "x")
+    assert made.limited(MediaSize()) is made
+    assert made.limited(MediaSize(width=2000, height=1000)).target_size(4, 480, 640, "x") == (432, 576)
+    with pytest.raises(ConfigError, match="200 times"):
+        made.limited(MediaSize(width=1, height=900))
 
 
 @pytest.mark.parametrize("kind", CODECS)

@@ -32,7 +32,8 @@ class Workers:
         """By plan."""
         self.dropped: list[bytes] = []
         self.num_tokens: list[int] = []
-        self.current: bytes | None = None
+        self.current: dict[int, bytes] = {}
+        """Begun image, by rank."""
         self.shown: dict[int, list[ImagePlace]] = {}
 
     def follow(self, plan: StepPlan) -> None:
@@ -41,25 +42,30 @@ class Workers:
         for key in [] if orders is None else orders.dropped:
             del self.layers[key]
             self.dropped.append(key)
-            self.current = None if self.current == key else self.current
+            self.current = {rank: each for rank, each in self.current.items() if each != key}
         self.slices.append([] if orders is None else orders.slices)
         self.num_tokens.append(plan.total_tokens)
         for part in self.slices[-1]:
             assert part.num_layers > 0
             assert (part.image is not None) == (part.key not in self.layers), "the image comes with its first layers"
-            assert self.current in (None, part.key), "one at a time"
+            assert self.current.get(part.rank) in (None, part.key), "a rank encodes one at a time"
+            assert (self.current.get(part.rank) is None) == (part.image is not None), "to its end on one rank"
             self.layers[part.key] = self.layers.get(part.key, 0) + part.num_layers
             assert self.layers[part.key] <= NUM_LAYERS
-            self.current = part.key if self.layers[part.key] < NUM_LAYERS else None
+            self.current.pop(part.rank, None)
+            if self.layers[part.key] < NUM_LAYERS:
+                self.current[part.rank] = part.key
         for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
             for image in self.shown.get(seq_id, ()):
                 if image.start < start + count and image.end > start:
                     assert self.layers.get(image.key) == NUM_LAYERS, "a token is computed of what is not encoded"
 
 
-def make_driver(cost: float, cache_tokens: int = 1000, **options: Any) -> tuple[CoreDriver, Workers]:
+def make_driver(
+    cost: float, cache_tokens: int = 1000, num_ranks: int = 1, **options: Any
+) -> tuple[CoreDriver, Workers]:
     """cost: of a layer, for each token of an image."""
-    encoder = EncoderCosts(NUM_LAYERS, cache_tokens, patch_factor=cost, pair_factor=0, patches=1)
+    encoder = EncoderCosts(NUM_LAYERS, cache_tokens, patch_factor=cost, pair_factor=0, patches=1, num_ranks=num_ranks)
 
     def make_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: PreemptionCosts | None) -> Scheduler:
         kv = KVCacheManager(layout, enable_prefix_caching=config.cache.enable_prefix_caching)
@@ -147,6 +153,34 @@ def test_layers_count_against_the_budget() -> None:
     assert len(driver.tokens["image", 0]) == len(driver.tokens["other", 0]) == 2
 
 
+def test_images_are_dealt_to_ranks() -> None:
+    """Whole ones, each rank with the step's budget; the next goes to the rank that has most of it left."""
+    driver, workers = make_driver(cost=2, num_ranks=2, max_num_batched_tokens=32)
+    given = {"images": shown("a8", 1, "b3", 2), "more": shown(3, "c1", 4)}
+    for name, prompt in given.items():
+        driver.add(name, **prompt, max_tokens=2)
+    for _ in range(3):
+        driver.step()
+    assert [[(part.rank, part.key.decode(), part.num_layers) for part in parts] for parts in workers.slices] == [
+        [(0, "a8", 1), (1, "c1", 4), (1, "b3", 3)],  # what a request wants now comes before its later images
+        [(0, "a8", 1), (1, "b3", 1)],
+        [(0, "a8", 1)],
+    ]
+    driver.run()
+    assert workers.layers == {b"a8": 4, b"b3": 4, b"c1": 4}
+    for name, prompt in given.items():
+        assert driver.tokens[name, 0] == generate_alone(prompt["prompt"], max_tokens=2)[0]
+
+
+def test_room_for_one_image_leaves_the_other_rank_idle() -> None:
+    driver, workers = make_driver(cost=100, cache_tokens=9, num_ranks=2)
+    driver.add("first", **shown("a9", 1), max_tokens=2)
+    driver.add("second", **shown("b9", 2), max_tokens=2)
+    driver.run()
+    assert [part.rank for parts in workers.slices for part in parts] == [0] * 2 * NUM_LAYERS
+    assert len(driver.tokens) == 2
+
+
 def test_an_abort_ends_the_encoding() -> None:
     driver, workers = make_driver(cost=100)
     driver.add("image", **shown("a6", 5))
@@ -188,14 +222,14 @@ def test_an_engine_that_takes_over_encodes_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("queue_depth", [1, 2])
-def test_traffic_with_room_for_one_image(seed: int, queue_depth: int) -> None:
+@pytest.mark.parametrize(("queue_depth", "num_ranks"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("cache_tokens", [12, 24])
+def test_traffic_with_room_for_few_images(seed: int, queue_depth: int, num_ranks: int, cache_tokens: int) -> None:
     """Several requests want more than the cache holds, some are preempted, one is aborted: each plan keeps the rules,
     and all requests come to their end with the tokens that they get alone."""
     rng = random.Random(seed)
-    driver, _ = make_driver(
-        cost=3, cache_tokens=12, num_blocks=20, max_num_batched_tokens=16, max_num_seqs=4, queue_depth=queue_depth
-    )
+    options = {"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 4, "queue_depth": queue_depth}
+    driver, _ = make_driver(cost=3, cache_tokens=cache_tokens, num_ranks=num_ranks, **options)
     given = {}
     for number in range(12):
         parts: list[int | str] = [rng.randrange(80)]

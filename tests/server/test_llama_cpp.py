@@ -115,8 +115,16 @@ class TestCompletion:
         [
             ({"grammar": "root ::= x"}, "grammar is not supported"),
             ({"mirostat": 2}, "mirostat is not supported"),
-            ({"n_probs": 3}, "n_probs is not supported"),
+            ({"n_probs": 99}, "n_probs=99 asks for 99 alternatives"),
+            ({"n_probs": 3, "post_sampling_probs": True}, "post_sampling_probs is not supported"),
+            ({"logit_bias": {"a": 101}}, "logit_bias must be"),
             ({"prompt": ""}, "prompt must not be empty"),
+            ({"prompt": []}, "prompt must not be empty"),
+            ({"prompt": ["a", []]}, "prompt must not be empty"),
+            ({"prompt": [1, [2]]}, "prompt must hold token ids and texts, or prompts"),
+            ({"prompt": ["a"] * 65}, "at most 64 prompts"),
+            ({"prompt": ["a", "b" * 300]}, "256"),
+            ({"prompt": ["a", "b"], "stream": True}, "cannot be streamed"),
             ({"n_predict": "many"}, "n_predict: expected int"),
             ({"speculative.n_max": -1}, "speculative.n_max"),
             ({"temperature": -1}, "temperature must be"),
@@ -131,6 +139,67 @@ class TestCompletion:
     async def test_noted(self, served: Served) -> None:
         answer = await post(served, "/completion", prompt="=a", cache_prompt=True, id_slot=-1, repeat_last_n=64)
         assert answer.headers["x-quire-ignored"] == "cache_prompt, id_slot, repeat_last_n"
+
+
+class TestTheirTests:
+    """What llama.cpp's own tests of these routes look for, texts of its models aside."""
+
+    async def test_completion(self, served: Served) -> None:
+        for return_tokens in (False, True):
+            answer = (await post(served, "/completion", prompt="=abc", return_tokens=return_tokens)).json()
+            assert len(answer["tokens"]) == (4 if return_tokens else 0)
+            assert answer["prompt"] == "=abc"
+        assert (await post(served, "/completion", prompt="=abc", response_fields=[])).json().keys() == answer.keys()
+
+    async def test_completion_stream(self, served: Served) -> None:
+        sent: dict[str, Any] = {"prompt": "=abcdef", "n_predict": 4, "seed": 42, "temperature": 0.5, "stop": ["x"]}
+        *pieces, last = events((await post(served, "/completion", stream=True, **sent)).text)
+        assert [len(piece["tokens"]) for piece in pieces] == [1, 1, 1, 1]
+        settings = last["generation_settings"]
+        assert {name: settings[name] for name in ("n_predict", "seed", "temperature", "stop", "stream")} == {
+            "n_predict": 4, "seed": 42, "temperature": 0.5, "stop": ["x"], "stream": True,
+        }  # fmt: skip
+        plain = (await post(served, "/completion", prompt="=a")).json()["generation_settings"]
+        assert (plain["seed"], plain["n_predict"], plain["top_k"]) == (2**32 - 1, -1, 40)
+
+    async def test_completion_with_tokens_input(self, served: Served) -> None:
+        tokens = (await post(served, "/tokenize", content="=abc", add_special=True)).json()["tokens"]
+        both = (await post(served, "/completion", prompt=[tokens, tokens])).json()
+        mixed = (await post(served, "/completion", prompt=[tokens, "=abc"])).json()
+        assert [each["content"] for each in [*both, *mixed]] == 4 * ["abc"]
+        assert [each["index"] for each in mixed] == [0, 1]
+        one = (await post(served, "/completion", prompt=["=x", *tokens[2:], "yz"], n_predict=9)).json()
+        assert one["content"] == "xabcyz"
+        assert (await post(served, "/completion", prompt=["=abc"])).json()["content"] == "abc"
+
+    async def test_n_probs(self, served: Served) -> None:
+        sent: dict[str, Any] = {"prompt": "=abcdef", "n_probs": 3, "n_predict": 5}
+        whole = (await post(served, "/completion", **sent)).json()["completion_probabilities"]
+        *pieces, _ = events((await post(served, "/completion", stream=True, **sent)).text)
+        assert [piece["completion_probabilities"] for piece in pieces] == [[each] for each in whole]
+        tokens = (await post(served, "/completion", return_tokens=True, **sent)).json()["tokens"]
+        assert [each["id"] for each in whole] == tokens
+        assert [(each["token"], each["bytes"]) for each in whole] == [(c, [ord(c)]) for c in "abcde"]
+        for each in whole:
+            assert each["logprob"] <= 0
+            assert len(each["top_logprobs"]) == 3
+            assert each["top_logprobs"][0] == {name: value for name, value in each.items() if name != "top_logprobs"}
+
+    @pytest.mark.parametrize("form", ["pairs of ids", "pairs of texts", "ids", "texts"])
+    async def test_logit_bias(self, served: Served, form: str) -> None:
+        [token] = (await post(served, "/tokenize", content="b")).json()["tokens"]
+        bias: Any = [[token, 100]] if form == "pairs of ids" else [["b", 100]]
+        if form in ("ids", "texts"):
+            bias = {str(token) if form == "ids" else "b": 100}
+        answer = await post(served, "/completion", prompt="x", logit_bias=bias, n_predict=3, temperature=0)
+        assert answer.json()["generation_settings"]["logit_bias"] == [{"token": token, "bias": 100.0}]
+
+    def test_a_bias_of_false(self) -> None:
+        assert LlamaCompletionRequest(prompt="a", logit_bias=[(5, False)]).biases == [(5, -100.0)]
+
+    async def test_tokenize_with_pieces(self, served: Served) -> None:
+        found = (await post(served, "/tokenize", content="ä", with_pieces=True)).json()["tokens"]
+        assert [each["piece"] for each in found] == [[0xC3], [0xA4]]
 
 
 class TestInfill:

@@ -47,7 +47,9 @@ def a_decode(work: StepWork) -> StepWork:
     return decode
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("llama-3.1-8b", {"pp": 2}), ("deepseek-v3", {}), ("mixtral-8x7b", {})])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama-3.1-8b", {"pp": 2}), ("deepseek-v3", {}), ("mixtral-8x7b", {"dp": 2, "ep": 2})]
+)
 def test_refused(name: str, sizes: dict[str, int]) -> None:
     with pytest.raises(UserError, match="pcp=2 is not possible"):
         cost(name, pcp=2, **sizes)

@@ -13,7 +13,7 @@ from quire.config.speculation import SpeculationConfig
 from quire.errors import QuireError
 from quire.sampling.results import SampledTokens
 from quire.step import SamplingInputs, StepPlan, StepResult, TokenLogprobs
-from quire.worker.drafts import PATIENCE, STRIDE, HostDrafts, add_accepted, note_found
+from quire.worker.drafts import PATIENCE, STRIDE, HostDrafts, add_accepted, note_found, num_to_skip
 from quire.worker.finders import NO_FINDER, TextFinder
 from quire.worker.input_batch import InputBatch
 from quire.worker.masks import read_masks
@@ -107,3 +107,9 @@ def test_what_was_found_for_the_next_step() -> None:
     note_found(result, plan, [2, 1], [[4, 5], [6, 9]])
     assert result.found_drafts == {0: 2, 2: 1}
     assert result.draft_token_ids == {2: [6]}
+
+
+def test_look_ups_without_a_result_become_rare() -> None:
+    found = [num_to_skip(number * PATIENCE) for number in range(7)]
+    assert found == [0, 3, 7, 11, 15, 15, 15]
+    assert num_to_skip(PATIENCE - 1) == 0

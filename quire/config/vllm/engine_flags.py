@@ -141,7 +141,7 @@ CACHE: tuple[VllmFlag, ...] = (
 
 MEDIA: tuple[VllmFlag, ...] = (
     to("language_model_only", "flag"),
-    to("limit_mm_per_prompt", "json", why="numbers alone; pixels are bounded by mm_processor_kwargs"),
+    to("limit_mm_per_prompt", "json", why="numbers, or count, width, height and num_frames"),
     to("enable_mm_embeds", "flag", why="of images"),
     to("media_io_kwargs", "json", why="image.rgba_background_color, video.fps, video.num_frames"),
     to("mm_processor_kwargs", "json", why="min_pixels, max_pixels, and size with shortest_edge and longest_edge"),
@@ -150,7 +150,7 @@ MEDIA: tuple[VllmFlag, ...] = (
     noted("mm_hasher_algorithm", "text", "pictures are known by SHA-256"),
     noted("mm_shm_cache_max_object_size_mb", "int", "no processed pictures are kept in shared memory"),
     refused("mm_encoder_only", "flag", "an engine has a language model", False),
-    noted("mm_encoder_tp_mode", "text", "each rank computes the whole tower", "weights"),
+    noted("mm_encoder_tp_mode", "text", "whole pictures are dealt to ranks", "data"),
     noted("mm_encoder_attn_backend", "text", "the tower computes as attention_backend says"),
     noted("mm_encoder_attn_dtype", "text", "attention_backend decides how the tower's attention rounds"),
     noted("mm_encoder_fp8_scale_path", "text", NO_TOWER_FP8),

@@ -17,6 +17,7 @@ SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 NAMES = {
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
+    "logprobs": "n_probs",
     "structured_outputs": "json_schema",
     "response_format": "json_schema",
     "suffix": "input_suffix",
@@ -25,6 +26,10 @@ NAMES = {
 MAX_EXTRA = 1024
 """Maximum number of texts in `input_extra`."""
 MAX_RESPONSE_FIELDS = 64
+MAX_PROMPTS = 64
+RANDOM_SEED = 2**32 - 1
+NEVER = -100.0
+"""Bias of false."""
 CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
     "adaptive_target": (-1.0, -1),
     "dry_multiplier": (0.0, 0),
@@ -34,8 +39,8 @@ CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
     "mirostat": (0, 0.0),
     "multimodal_data": ([],),
     "n_cmpl": (1,),
-    "n_probs": (0,),
     "penalize_nl": (False,),
+    "post_sampling_probs": (False,),
     "tfs_z": (1.0, 1),
     "top_n_sigma": (-1.0, -1, 0, 0.0),
     "typ_p": (1.0, 1),
@@ -51,7 +56,6 @@ NOTED = frozenset(
         "n_discard",
         "n_indent",
         "n_keep",
-        "post_sampling_probs",
         "return_progress",
         "samplers",
         "slot_id",
@@ -75,6 +79,9 @@ IDLE = frozenset(
     }
 )
 """Parameters of samplers that are off."""
+
+
+LlamaPromptParts = str | list[int | str]
 
 
 class SamplerFields(RequestStruct, kw_only=True, frozen=True):
@@ -114,6 +121,8 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
     n_predict: Int32 | None = None
     ignore_eos: bool | None = None
     json_schema: dict[str, Any] | None = None
+    logit_bias: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None = None
+    n_probs: Annotated[int, Meta(ge=0)] = 0
     return_tokens: bool = False
     t_max_predict_ms: Annotated[int, Meta(ge=0)] | None = None
     response_fields: Annotated[list[ShortString], Meta(max_length=MAX_RESPONSE_FIELDS)] | None = None
@@ -129,6 +138,13 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
         """Given fields without effect: the penalty covers all tokens, not just the last ones."""
         return ["repeat_last_n"] if (self.repeat_last_n or 0) > 0 else []
 
+    @property
+    def biases(self) -> list[tuple[int | str, float]]:
+        """`logit_bias` as pairs; decimal keys are token ids."""
+        given = self.logit_bias or {}
+        pairs = given if isinstance(given, list) else [(int(k) if k.isdecimal() else k, v) for k, v in given.items()]
+        return [(key, NEVER if value is False else float(value)) for key, value in pairs]
+
     def to_completion(self, prompt: str | list[int], defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
         """Body of the completion. defaults: the model's sampling parameters. longest: context length in tokens."""
         found = self.sampler_fields(SAMPLING, defaults)
@@ -142,19 +158,37 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
             found["lora"] = msgspec.to_builtins(self.lora)
         if self.json_schema:
             found["response_format"] = {"type": "json_object", "schema": self.json_schema}
+        if self.n_probs:
+            found |= {"logprobs": self.n_probs, "return_tokens_as_token_ids": True}
         limit = -1 if self.n_predict is None else self.n_predict
         found["max_tokens"] = longest if limit < 0 else max(limit, 1)
         return found | {"prompt": prompt, "return_token_ids": True}
 
 
 class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
-    """prompt: text or token ids."""
+    """prompt: text, token ids, a mixture, or a list of such prompts."""
 
-    prompt: str | list[TokenId]
+    prompt: str | list[TokenId | str | list[TokenId | str]]
 
     def __post_init__(self) -> None:
-        if not self.prompt:
+        prompts = self.prompts
+        if not all(prompts) or not prompts:
             raise UserError("prompt must not be empty", param="prompt")
+        if len(prompts) > MAX_PROMPTS:
+            raise UserError(f"at most {MAX_PROMPTS} prompts are allowed in one request", param="prompt")
+        if len(prompts) > 1 and self.stream:
+            raise UserError("answers of several prompts cannot be streamed", param="stream")
+
+    @property
+    def prompts(self) -> list[LlamaPromptParts]:
+        """All prompts; a list with a token id is one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not any(isinstance(part, int) for part in self.prompt):
+            return self.prompt  # type: ignore[return-value]
+        if any(isinstance(part, list) for part in self.prompt):
+            raise UserError("prompt must hold token ids and texts, or prompts", param="prompt")
+        return [self.prompt]  # type: ignore[list-item]
 
 
 class LlamaExtra(msgspec.Struct, frozen=True):
@@ -205,6 +239,14 @@ class LlamaTimings(msgspec.Struct):
     predicted_per_second: float
 
 
+class LlamaProbability(msgspec.Struct, kw_only=True):
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[LlamaProbability] | UnsetType = UNSET
+
+
 class LlamaResponse(msgspec.Struct, kw_only=True):
     """Answer or streamed piece. stop_type: eos, limit, word or none. tokens_cached, tokens_evaluated: prompt tokens.
     has_new_line: the text has one."""
@@ -222,6 +264,9 @@ class LlamaResponse(msgspec.Struct, kw_only=True):
     stop_type: str | UnsetType = UNSET
     stopping_word: str | UnsetType = UNSET
     tokens_cached: int | UnsetType = UNSET
+    generation_settings: dict[str, Any] | UnsetType = UNSET
+    prompt: str | UnsetType = UNSET
+    completion_probabilities: list[LlamaProbability] | UnsetType = UNSET
     timings: LlamaTimings | UnsetType = UNSET
 
 
@@ -268,10 +313,10 @@ class LlamaSlot(msgspec.Struct):
 
 
 class LlamaPiece(msgspec.Struct):
-    """Token and its text."""
+    """Token and its text, or the bytes of a partial character."""
 
     id: int
-    piece: str
+    piece: str | list[int]
 
 
 class LlamaTokens(msgspec.Struct):

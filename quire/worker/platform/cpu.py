@@ -215,7 +215,7 @@ class CpuPlatform:
         if isinstance(found, NoImages):
             return None
         encoder = load_vision(self._config.model, self._config.load, self._group, self._runtime)
-        return ImageOverlays(encoder, found.processor)
+        return ImageOverlays(encoder, found.processor, found.largest_tokens, self._group)
 
     def meter(self) -> CpuMeter:
         samples_tokens = self._config.model.pooling is None and self.stage.is_last

@@ -200,7 +200,7 @@ class CudaPlatform:
         with arithmetic(self._memory, f"the vision tower of {config.model.name}"):
             encoder = load_vision(config.model, config.load, self._group, device_layers=self._layers)
         self.streams.synchronize()
-        return ImageOverlays(encoder, found.processor)
+        return ImageOverlays(encoder, found.processor, found.largest_tokens, self._group)
 
     def meter(self) -> DeviceMeter:
         return self._meter(self._config.model, self._settings, self._group)

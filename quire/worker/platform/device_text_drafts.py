@@ -18,7 +18,7 @@ import torch
 from quire.config.speculation import SpeculationConfig
 from quire.sampling.results import Deferred, ready
 from quire.step import StepPlan
-from quire.worker.drafts import PATIENCE, STRIDE, Accepted, Placed
+from quire.worker.drafts import Accepted, Placed, num_to_skip
 from quire.worker.finders import Finder
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.device_drafts import DeviceDrafts, DraftSections, Proposal
@@ -179,7 +179,7 @@ class DeviceTextDrafts(DeviceDrafts):
             self._num_fruitless = 0
         else:
             self._num_fruitless += 1
-            self._num_skipped = STRIDE - 1 if self._num_fruitless >= PATIENCE else 0
+            self._num_skipped = num_to_skip(self._num_fruitless)
 
     def _proposal(self, plan: StepPlan, seq_id: int, row: int) -> Proposal | None:
         given, length = super()._proposal(plan, seq_id, row), int(self._lengths[row])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from tests.architecture.source import ROOT
 from tests.kernels.triton.ahead_of_time import word_calls
-from tests.kernels.triton.test_ahead_of_time import run_module
+from tests.kernels.triton.compiler import Compiler, compiled_environment
 
 STUB = "\n".join(
     f"int {name}(void) {{ return 0; }}"
@@ -39,13 +38,12 @@ print(cache_hits())
 
 
 @pytest.mark.long
-def test_hits_of_the_cache(tmp_path: Path) -> None:
+def test_hits_of_the_cache(tmp_path: Path, triton_compiler: Compiler) -> None:
     """None in an empty cache, where what is missing is compiled; all in one that was filled ahead."""
     stub = tmp_path / "stub" / "libcuda.so.1"
     stub.parent.mkdir()
     subprocess.run(("gcc", "-x", "c", "-", "-shared", "-fPIC", "-o", stub), input=STUB, text=True, check=True)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["LD_LIBRARY_PATH"] = str(stub.parent)
+    environment = compiled_environment(LD_LIBRARY_PATH=str(stub.parent))
 
     def hits(cache: Path) -> dict[str, object]:
         own = environment | {"QUIRE_TRITON_CACHE": str(cache)}
@@ -57,5 +55,5 @@ def test_hits_of_the_cache(tmp_path: Path) -> None:
 
     count = len(word_calls())
     assert hits(tmp_path / "empty").items() >= {"kernels": (0, count), "launchers": (0, count)}.items()
-    run_module("ahead_of_time", "90", "words", "cache", QUIRE_TRITON_CACHE=str(tmp_path / "filled"))
+    triton_compiler.run("ahead_of_time", "90", "words", "cache", QUIRE_TRITON_CACHE=str(tmp_path / "filled"))
     assert hits(tmp_path / "filled").items() >= {"kernels": (count, count), "launchers": (count, count)}.items()

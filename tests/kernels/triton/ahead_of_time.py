@@ -270,15 +270,14 @@ def routing_calls() -> Calls:
 
 
 def tower_calls(capability: int) -> Calls:
-    """Attention of towers with heads of 72 and 80, rotated, in 16 bits, and of one of them in float32: both are padded
-    alike."""
+    """Attention of towers, rotated, with heads of 72 and 80, one of them in float32: both are padded alike."""
 
     def call(dim: int, dtype: torch.dtype) -> None:
         rotation = float32(64, dim // 2), float32(64, dim // 2)
         attend_both_ways(empty(64, 3 * 16 * dim, dtype=dtype), rotation, int32(3), 16, 0.1, None)
 
-    narrow = [partial(call, dim, torch.bfloat16) for dim in (72, 80)]
-    return [*narrow, partial(call, 72 if capability < 90 else 80, torch.float32)]
+    dims = (72, 80) if capability < 90 else (80, 72)
+    return [partial(call, dim, dtype) for dim, dtype in zip(dims, (torch.float32, torch.bfloat16), strict=True)]
 
 
 def stored(kind: int, rows: int, columns: int, capability: int, count: int = 1) -> StoredMatrix:
@@ -299,10 +298,15 @@ def stored(kind: int, rows: int, columns: int, capability: int, count: int = 1) 
     return StoredMatrix(kind, columns, codes, scale_codes, group, row_scales=row_scales)
 
 
-def quantized_calls(capability: int) -> Calls:
+def quantized_calls(capability: int, *, complete: bool) -> Calls:
     """Products of quantised matrices, one by one and of experts; integers are multiplied as such as well, e4m3 numbers
-    where the card does."""
+    where the card does. complete: False: each kind of matrix meets experts on one card, and on both the largest tiles
+    for few rows and for more, in which a smaller one fits as well."""
     kinds = [each.value for each in (E4M3, I8, I4, MXFP4, NVFP4)]
+    of_experts = [PLAIN.value, *(kinds if complete else (I8.value, I4.value, MXFP4.value))]
+    if capability < 90 and not complete:
+        of_experts = [PLAIN.value, E4M3.value, NVFP4.value]
+    rows = (8, 16, 32, 64) if complete else (16, 64)
 
     def experts(kind: int, *, rounds: bool = False) -> torch.Tensor:
         shapes = (2 * 768, 2048), (2048, 768)
@@ -314,13 +318,14 @@ def quantized_calls(capability: int) -> Calls:
         return apply_experts(ExpertMatrices(*matrices, None, None, rounds), x, routing, None, "silu", None, False)
 
     calls: Calls = [partial(matmul, empty(8, 4096), stored(kind, 4096, 4096, capability)) for kind in kinds]
-    calls += [partial(by_rows, m, kind, capability, False) for kind in kinds for m in (8, 16, 32, 64)]
-    calls += [partial(experts, kind) for kind in (PLAIN.value, *kinds)]
+    calls += [partial(by_rows, m, kind, capability, False) for kind in kinds for m in rows]
+    calls += [partial(by_rows, m, E4M3.value, capability, False) for m in (8, 32)]
+    calls += [partial(experts, kind) for kind in of_experts]
     for kind in (I8.value, I4.value):
         matrix = stored(kind, 4096, 4096, capability)
         calls += [
             partial(matmul, empty(8, 4096), matrix, rounds_activations=True),
-            partial(experts, kind, rounds=True),
+            *([partial(experts, kind, rounds=True)] if complete or kind == I4.value or capability >= 90 else []),
         ]
         calls += [partial(by_rows, m, kind, capability, True) for m in (8, 16, 32, 128)]
     if capability >= 89:
@@ -443,8 +448,9 @@ def latent_call(
     return both
 
 
-def state_calls() -> Calls:
-    """One layer of Qwen3-Next's delta nets over four sequences: the convolution, the rule, and the norm behind it."""
+def state_calls(*, complete: bool) -> Calls:
+    """One layer of Qwen3-Next's delta nets over four sequences: the convolution, the rule, and the norm behind it.
+    complete: False: the rule's kernel for pieces, which spills for seconds, in one mode."""
     rule = DeltaRule(16, 32, 128, 128, float32(32), float32(32), 0, 0)
     width = 2 * rule.num_key_heads * rule.key_dim + rule.num_value_heads * rule.value_dim
     convolution = ConvolutionWeights(float32(4, width), None, "silu", 0, rule.end_offset)
@@ -453,10 +459,13 @@ def state_calls() -> Calls:
     pages = torch.empty(2, convolution.inputs.end_offset, dtype=torch.uint8)
     states = DeviceStateStep(batch, {0: int32(256, 16)}, 512, {0: pages})
     qkv, gates, result = empty(8, width), empty(8, 64), empty(8, 4096)
+    fast = replace(states, batch_invariant=False)
+    if not complete:
+        fast = replace(fast, batch=replace(batch, max_query_len=1))
     return [
         lambda: short_convolution(convolution, qkv, empty(8, width), states),
         lambda: gated_delta_rule(rule, qkv, gates, result, states),
-        lambda: gated_delta_rule(rule, qkv, gates, result, replace(states, batch_invariant=False)),
+        lambda: gated_delta_rule(rule, qkv, gates, result, fast),
         lambda: gated_norm(GatedNormWeights(128, empty(128), 1e-6), result, result),
     ]
 
@@ -478,7 +487,6 @@ def attention_calls(capability: int) -> Calls:
         attention_call(QWEN3_8B, capability, 512, fixed=True),
         attention_call(WIDE_HEADS, capability, 512),
         latent_call(capability, 512),
-        latent_call(capability, 1),
         latent_call(capability, 512, fixed=True),
         latent_call(capability, 512, top=2048),
     ]
@@ -498,12 +506,13 @@ def all_attention_calls(capability: int) -> Calls:
 
 def calls_of(capability: int, words: Sequence[str]) -> Calls:
     """words: of the command line."""
+    complete = "cache" in words
     if "words" in words:
         return word_calls()
     if "rows" in words:
         return row_calls()
     if "states" in words:
-        return state_calls()
+        return state_calls(complete=complete)
     if "adapters" in words:
         return adapter_calls()
     if "routing" in words:
@@ -515,11 +524,13 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return [*dry_calls(), *products.calls()]
     if "index" in words:
         return [latent_call(capability, 512, top=2048)]
-    calls = product_calls() + quantized_calls(capability) + attention_calls(capability)
+    calls = product_calls() + quantized_calls(capability, complete=complete) + attention_calls(capability)
     if "products" not in words:
-        calls += layer_calls() + adapter_calls() + row_calls() + state_calls() + routing_calls() + sampling_calls()
-    if "cache" in words:
+        calls += layer_calls() + adapter_calls() + row_calls() + routing_calls() + sampling_calls()
+        calls += state_calls(complete=complete)
+    if complete:
         calls += all_attention_calls(capability)
+        calls.append(latent_call(capability, 1))
         calls += float8_layer_calls() if capability >= 89 else []
     return calls
 

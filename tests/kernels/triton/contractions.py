@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
+from triton.backends.compiler import Language
+from triton.backends.nvidia.compiler import CUDABackend, CUDAOptions
 from triton.runtime.driver import driver
 
 from quire.kernels.triton.runtime import recorded_launches
@@ -22,15 +24,27 @@ CAPABILITY = 90
 
 
 class CountingRecorder:
-    """Compiles each attention kernel twice."""
+    """Compiles each attention kernel, and its last two stages twice: those before do not know the option."""
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any]) -> None:
         if kernel.__name__ not in ("_varlen_kernel", "_split_kernel", "_merge_kernel"):
             return
+        compiled = kernel.warmup(*args, grid=grid, **constants, enable_fp_fusion=False)
+        metadata = compiled.metadata._asdict()
+        options = CUDAOptions(**{each.name: hashable(metadata[each.name]) for each in fields(CUDAOptions)})
         for contracts in (False, True):
-            compiled = kernel.warmup(*args, grid=grid, **constants, enable_fp_fusion=contracts)
-            fused = fused_operations(compiled.asm["cubin"])
+            stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+            CUDABackend(metadata["target"]).add_stages(
+                stages, replace(options, enable_fp_fusion=contracts), Language.TRITON
+            )
+            ptx = stages["ptx"](compiled.asm["llir"], metadata)
+            fused = fused_operations(stages["cubin"](ptx, metadata))
             print(json.dumps({"kernel": kernel.__name__, "contracts": contracts, "fused": fused}), flush=True)
+
+
+def hashable(value: Any) -> Any:
+    """The value, with tuples for lists: metadata was JSON."""
+    return tuple(map(hashable, value)) if isinstance(value, list) else value
 
 
 def fused_operations(cubin: bytes) -> int:
