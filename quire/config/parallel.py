@@ -32,10 +32,9 @@ class ParallelConfig:
     stages, groups that share out the layers. dp: replicas behind a router. ep: devices over which whole experts are
     spread, a multiple of tp; if it spans several replicas, they exchange tokens in every layer. 1: tp shares each
     expert. dcp: neighbours among the tp devices that hold the same key head and keep a part of each sequence's tokens
-    each (decode context parallelism). interleave: tokens in a row that one of them keeps. redundant_experts: further
-    copies of a layer's experts, which move between devices by their load (None: experts stay). pcp: groups of tp
-    devices that share the tokens of prompts, each with all keys (prefill context parallelism). Raises ConfigError for
-    sizes that do not fit together."""
+    each (decode context parallelism). interleave: tokens in a row that one of them keeps. redundant_experts: copies of
+    a layer's experts, which move by their load (None: experts stay). pcp: groups of tp devices that share the tokens of
+    prompts, each with all keys (prefill context parallelism). Raises ConfigError for sizes that do not fit."""
 
     tp: int = 1
     pp: int = 1

@@ -59,9 +59,8 @@ LLAMA_DEFAULTS = RopeDefaults()
 class RopeConfig:
     """Settings of rotary positions. rotary_dim: rotated leading elements of a head (even).
     original_max_position_embeddings: trained length in tokens. attention_factor: factor of cos and sin; None: the
-    scaling's usual value. mrope_section: elements that turn by a token's time, row and column (empty: all by its
-    position), in turns if mrope_interleaved. The other fields belong to one `rope_type` each, under Transformers'
-    names."""
+    scaling's usual. mrope_section: elements that turn by a token's time, row and column (empty: all by its position),
+    in turns if mrope_interleaved. Other fields belong to one `rope_type` each, under Transformers' names."""
 
     rope_type: str
     theta: float

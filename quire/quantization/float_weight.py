@@ -71,13 +71,11 @@ class Float8Weight(QuantizedWeight):
 
 @dataclass(frozen=True, eq=False)
 class Float4Weight(QuantizedWeight):
-    """w[n, k] = E2M1_VALUES[code of k] * scale of its group; or a stack of such matrices, with a leading dimension.
-
-    pairs: [N, K / 2 rounded up] uint8, the first code of two in the lower half. num_columns: K. scale_codes: for MXFP4
-    (row_scales is None) [N, K / 32 rounded up] uint8 e8m0 exponents, scale = 2 ** (code - 127); for NVFP4 [N, K / 16
-    rounded up], bits of e4m3 numbers, multiplied by row_scales, [N] float32. The constructor raises ModelLoadError for
-    parts that do not fit together, and for scales that are not finite.
-    """
+    """w[n, k] = E2M1_VALUES[code of k] * scale of its group; or a stack of such matrices. pairs: [N, K / 2 rounded up]
+    uint8, the first code of two in the lower half. num_columns: K. scale_codes: for MXFP4 (row_scales is None) [N, K /
+    32 rounded up] uint8 e8m0 exponents, scale = 2 ** (code - 127); for NVFP4 [N, K / 16 rounded up], bits of e4m3
+    numbers, multiplied by row_scales, [N] float32. The constructor raises ModelLoadError for parts that do not fit
+    together, and scales that are not finite."""
 
     pairs: torch.Tensor
     scale_codes: torch.Tensor
