@@ -165,7 +165,7 @@ class ModelShape:
     """Sizes of a model, in elements. max_model_len: positions. dtype, expert_dtype: stored types of matrices. is_tied:
     input and output embeddings are one table. embedding_width: if not `hidden`, two matrices project to `hidden` and
     back. positions: rows of a table of learned positions. num_vectors: elements of norms outside the layers. is_known:
-    False if norms and biases are guessed. draft_layers: of a loaded draft head; they count as weights only."""
+    False if norms and biases are guessed. draft_layers: layers of a draft head; they count as weights only."""
 
     name: str
     family: str

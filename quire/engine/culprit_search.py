@@ -1,6 +1,6 @@
-"""Search for the request that kills an engine. Requests in the engine at a death become suspects, until they get
-`CLEARED_TOKENS` further tokens. After a second death with suspects the engine gets one group of them at a time, which
-each further death halves. One that kills the engine alone is the culprit."""
+"""Search for the request that kills an engine. Requests in it at a death are suspects, until they get `CLEARED_TOKENS`
+further tokens. After a second death with suspects the engine gets one group of them at a time, which each further death
+halves. One that kills the engine alone is the culprit."""
 
 from __future__ import annotations
 

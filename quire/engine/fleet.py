@@ -1,8 +1,6 @@
-"""Ledger of requests before one or more engines.
-
-A `Fleet` is an `EngineClient` over engines of one configuration. The ledger keeps what another engine needs to continue
-each request with the same tokens (`ResumePoint`), so that engines can be replaced, and requests routed and moved.
-"""
+"""Ledger of requests before one or more engines. A `Fleet` is an `EngineClient` over engines of one configuration. The
+ledger keeps what another engine needs to continue each request with the same tokens (`ResumePoint`), so that engines
+can be replaced, and requests moved."""
 
 from __future__ import annotations
 

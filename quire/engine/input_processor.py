@@ -101,16 +101,13 @@ class RenderedChat(NamedTuple):
 
 
 class InputProcessor:
-    """Checks, tokenises and resolves requests at the engine's door. Thread-safe. tokenizer: None: prompts are token
-    ids. vocab_size: the model's, which may exceed the tokenizer's. max_model_len: tokens of prompt and output together.
-    eos_token_ids: the model's; they and the tokenizer's own end a sequence unless `ignore_eos`. seed: source of seeds
-    that requests lack. max_logprobs: limit of alternatives per token; -1: the vocabulary. takes_priorities: requests
-    may set one. pools: True for a pooling model.
-
-    Front ends set attributes: `clips_max_tokens`: clip a max_tokens that does not fit instead of refusing it (`LLM`).
-    `max_new_tokens`: limit of every request or None. `reasoning`: format of the model's reasoning. `chat_template`,
-    `images` and `processors`: the engine's.
-    """
+    """Checks, tokenises and resolves requests. Thread-safe. tokenizer: None: prompts are token ids. vocab_size: the
+    model's, which may exceed the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: the
+    model's; they and the tokenizer's own end a sequence unless `ignore_eos`. seed: source of seeds that requests lack.
+    max_logprobs: limit of alternatives per token; -1: the vocabulary. takes_priorities: requests may set one. pools:
+    True for a pooling model. Front ends set attributes: `clips_max_tokens`: clip a too large max_tokens instead of
+    refusing it (`LLM`). `max_new_tokens`: limit of every request or None. `reasoning`: the model's format.
+    `chat_template`, `images` and `processors`: the engine's."""
 
     def __init__(
         self,

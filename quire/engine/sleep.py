@@ -1,6 +1,6 @@
 """Sleep and pause of an engine. Sleep frees memory: level 1 keeps the weights (in host memory, for a device), level 2
-drops them; both drop the KV cache. A pause starts nothing new and keeps the engine's state. Scope `new` holds requests
-that have not started; `all` also suspends running ones, which keep their blocks."""
+drops them; both drop the KV cache. A pause starts nothing new and keeps the state. Scope `new` holds requests that have
+not started; `all` also suspends running ones, which keep their blocks."""
 
 from __future__ import annotations
 

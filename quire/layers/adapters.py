@@ -229,7 +229,7 @@ class SplitPlace(AdapterPlace):
     """Target of adapters of a checkpoint matrix whose rows belong to several layers."""
 
     def __init__(self, rows: int, places: Sequence[tuple[AdapterPlace, torch.Tensor]]) -> None:
-        """rows: of the checkpoint's matrix. places: each layer's target, and its rows."""
+        """rows: the checkpoint's. places: each layer's target, and its rows."""
         self._rows, self._places = rows, places
 
     @property

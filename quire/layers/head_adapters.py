@@ -58,7 +58,7 @@ class ExpansionPlace(AdapterPlace):
     def __init__(
         self, sizes: tuple[int, int, int], heads: range, num_heads: int, keys: HeadAdapters, values: HeadAdapters
     ) -> None:
-        """sizes: of a latent, a head's key and its value. heads: this rank's, of num_heads."""
+        """sizes: a latent's, a head's key's and its value's. heads: this rank's, of num_heads."""
         self._sizes, self._heads, self._num_heads = sizes, heads, num_heads
         self._keys, self._values = keys, values
 
