@@ -16,6 +16,8 @@ constexpr int64_t pitch_of(int rows) { return rows == 1 ? 1 : (rows + 3) / 4 * 4
 // At the end of a thread's scratch.
 inline constexpr std::size_t kWidenedBytes = 256 << 10, kWidenedOffset = kThreadScratch - kWidenedBytes;
 
+}  // namespace
+
 struct Tile {
   const std::byte* panel;
   const std::byte* x;         // as linear_activations.h packs it
@@ -36,6 +38,13 @@ struct Tile {
   std::byte* widened;         // kWidenedBytes, for what a method computes of the panel: null for a single tile
   bool is_widened;            // the tile before was multiplied by the same panel, with the same `widened`
 };
+
+using TileKernel = void (*)(const Tile&);
+
+// Kernels for 1, 2, ... kTileRows rows (linear_tiles.cpp).
+const TileKernel* tile_kernels(const PackedWeight& weight);
+
+namespace {
 
 // kLanes bytes.
 QUIRE_INLINE vi load_bytes(const uint8_t* at) {
@@ -185,8 +194,6 @@ QUIRE_INLINE void prefetch_line(const Tile& tile, const std::byte* at) {
   else
     __builtin_prefetch(at, 0, 3);
 }
-
-using TileKernel = void (*)(const Tile&);
 
 // Value j of words of four int8, as float32: times 2^24 where kScaledPlaces.
 template <int j>

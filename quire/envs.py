@@ -131,7 +131,7 @@ def notify_socket() -> str | None:
 
 
 def take_passed_sockets() -> int:
-    """Remove systemd's `LISTEN_PID`, `LISTEN_FDS` and `LISTEN_FDNAMES`, so that no child takes the sockets; return the
+    """Remove systemd's `LISTEN_PID`, `LISTEN_FDS` and `LISTEN_FDNAMES`, so no child takes the sockets; return the
     number of sockets passed to this process, from descriptor 3 on."""
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     os.environ.pop("LISTEN_FDNAMES", None)

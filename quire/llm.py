@@ -89,15 +89,15 @@ class LLM(OfflineEngine):
         priority: int | Sequence[int] | None = None,
         **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
-        """Complete every prompt; the outputs are in the order of the prompts.
+        """Complete every prompt; the outputs are in the prompts' order.
 
-        prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
-        sampling_params: one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar
-        if standard error is a terminal and the call takes longer than a second. lora_request, priority: one for all, or
-        one each (docs/adapters.md, docs/scheduling.md). options: see CallOptions.
+        prompts: a text, token ids, an object with `prompt` or `prompt_token_ids`, or a list of those. sampling_params:
+        one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar on a terminal if
+        the call takes longer than a second. lora_request, priority: one for all, or one each (docs/adapters.md,
+        docs/scheduling.md). options: see CallOptions.
 
-        Raises UserError, with the prompt's index, before anything runs; EngineDeadError when the engine fails;
-        InternalError when an output cannot be processed. After an error or Ctrl-C nothing is left running.
+        Raises UserError, with the prompt's index, before anything runs; EngineDeadError; InternalError when an output
+        cannot be processed. After an error or Ctrl-C nothing is left running.
         """
         truncation = truncation_of(options)
         listed = [with_processor_kwargs(prompt, options) for prompt in _as_list(prompts)]
@@ -178,7 +178,7 @@ class LLM(OfflineEngine):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[EmbeddingRequestOutput]:
-        """Embed every prompt; the vectors are in the order of the prompts.
+        """Embed every prompt; the vectors are in the prompts' order.
 
         prompts: see `LLM.generate`. truncate_prompt_tokens: overrides the PoolingParams. pooling_params: one for all,
         or one each. options: see PoolingOptions. Raises UserError, with the prompt's index, before anything runs, and

@@ -66,7 +66,7 @@ class OfflineEngine:
         return SamplingParams(**self.model_config.sampling_defaults)
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters and gauges (`EngineStats`) and the shares computed from them (`shares`)."""
+        """Engine's counters and gauges (`EngineStats`) and the shares computed from them (`shares`)."""
         with self._busy:
             stats = self._call("stats")
         assert isinstance(stats, EngineStats)
@@ -83,7 +83,7 @@ class OfflineEngine:
 
     def unregister_prefix(self, prefix_id: str) -> int:
         """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. They stay cached until
-        their memory is needed. Raises UserError for an id that is not registered."""
+        their memory is needed. Raises UserError for an id not registered."""
         with self._busy:
             value = self._call("unregister_prefix", prefix_id)
         assert isinstance(value, int)

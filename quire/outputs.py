@@ -27,10 +27,10 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     """With FinishReason.STOP: the last token belongs to the text, because the constraint allows no further one."""
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
-    """Times, set with the first token, with the end, and with every token of a request that has stop strings."""
+    """Times, with the first token, the end, and every token of a request with stop strings."""
     ranking: tuple[float, float] | None = None
-    """(cumulative log-probability, score) of a beam-search hypothesis, which comes whole, with its end. An end without
-    it: no hypothesis has this index."""
+    """(cumulative log-probability, score) of a beam-search hypothesis, which comes whole. An end without it: no
+    hypothesis has this index."""
     pooled: list[float] | None = None
     """Pooled request's vector (float32), set with the end."""
     drafts: tuple[int, int] | None = None
@@ -46,7 +46,7 @@ class RequestTiming(msgspec.Struct, array_like=True):
     now: float
     num_preemptions: int = 0
     can_wait: bool = False
-    """True for updates that are neither the first token nor the end: they may be sent with later steps'."""
+    """True for updates without first token or end: they may be sent with later ones."""
 
 
 class Logprob(msgspec.Struct):

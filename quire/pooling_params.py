@@ -24,12 +24,11 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     dimensions: leading elements of the vector to keep, for models trained for it (Matryoshka); None: all. normalize:
     scale the vector to length 1; None: as the model's files say. use_activation: apply the model's activation to a
-    classifier's logits; None: yes. truncate_prompt_tokens: most tokens of a text, special ones included; longer texts
-    lose their ends; -1: the model's context; None: longer texts are refused. padding: "max_length" pads a text to the
-    context with tokens that the model reads as any other. task: "embed", "classify" or "score", which must match the
-    call.
+    classifier's logits; None: yes. truncate_prompt_tokens: most tokens of a text; longer texts lose their ends; -1: the
+    model's context; None: they are refused. padding: "max_length" pads a text to the context with tokens that the model
+    reads as any other. task: "embed", "classify" or "score", which must match the call.
 
-    The other fields are vLLM's and must keep their defaults, except requires_token_ids, which changes nothing.
+    The other fields are vLLM's and must keep their defaults, except requires_token_ids.
     """
 
     dimensions: int | None = None

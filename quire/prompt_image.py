@@ -20,7 +20,7 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
     is_encoded: bool
     """True for features."""
     is_whole: bool
-    """True if its tokens see one another, so that one step computes them all."""
+    """True if its tokens see one another, so one step computes them all."""
 
     @property
     def num_tokens(self) -> int:

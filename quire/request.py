@@ -12,7 +12,7 @@ from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.step import TokenValues
 
 MAX_PRIORITY = 100
-"""Limit of priorities, of either sign, and so of the time for which later requests can overtake an earlier one."""
+"""Limit of priorities, of either sign, and so of the time for which a request can be overtaken."""
 BACKGROUND_LEVEL = 1000
 """Added to the priority of background requests: worse than all others."""
 BACKGROUND_SECONDS = 1e9
@@ -40,7 +40,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
-    """Limit on new tokens, resolved: within the model's context."""
+    """Limit on new tokens, within the model's context."""
     seed: int
     """Resolved: `params.seed`, or drawn from the engine's seed."""
     eos_token_ids: list[int] = []
@@ -54,37 +54,37 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     client: str = ""
     """Client's name. Waiting requests of several clients take turns (quire/scheduler/fair_order.py)."""
     each_step: bool = False
-    """Each step's tokens are sent at once, also where the engine would collect several steps'."""
+    """Each step's tokens are sent at once, never collected over steps."""
     first_index: int = 0
-    """Index of its first sequence in the caller's request, of which this one is a part. Seeds count from it."""
+    """Index of its first sequence in the caller's request, from which seeds count."""
     register_prefix: bool = False
     """Keep the computed prompt's blocks as the registered prefix `request_id`. Then `max_tokens` is 1."""
     pooling: bool = False
-    """Compute the prompt and return its vector (`SequenceUpdate.pooled`), no tokens. Then `max_tokens` is 1, because
-    one step samples, and `params` asks for one sequence without beam search."""
+    """Compute the prompt and return its vector (`SequenceUpdate.pooled`), no tokens. Then `max_tokens` is 1, and
+    `params` asks for one sequence without beam search."""
     columns: dict[str, int] = {}
     """Step column -> the request's 32-bit value (quire/worker/columns.py); missing columns are 0."""
     token_columns: dict[str, TokenValues] = {}
-    """Step column -> values of prompt tokens, for example the positions of an image's patches. Tokens before them have
-    the value 0, tokens after them that of `columns`."""
+    """Step column -> values of prompt tokens, such as image positions. Tokens before them have 0, those after them the
+    value of `columns`."""
     images: list[PromptImage] = []
-    """Images in the order of the prompt."""
+    """Images in the prompt's order."""
     is_processed: bool = False
     """Logits processor sees the tokens one by one, so the request has no drafts."""
     prediction: list[int] = []
     """Tokens that the caller expects; drafts may come from them."""
     adapter: AdapterRef | None = None
     constraint: str = ""
-    """Constraint on the generated tokens, in the form of the engine core's MaskSource (quire/decoding/masks.py)."""
+    """Constraint on the generated tokens, as MaskSource (quire/decoding/masks.py) reads it."""
     constraint_start: list[int] = []
     """Generated tokens after which the constraint begins; empty: it begins at once."""
     thinking_budget: ThinkingBudget | None = None
     resume_point: ResumePoint | None = None
-    """Progress in another engine that ran the request before. None with beam search, which reports only at its end."""
+    """Progress in another engine that ran the request before; None with beam search."""
 
     @property
     def level(self) -> int:
-        """Priority for comparisons between requests; background requests have the worst ones."""
+        """Priority for comparisons between requests; background requests have the worst ones. Lower runs first."""
         return self.priority + (BACKGROUND_LEVEL if self.is_background else 0)
 
 

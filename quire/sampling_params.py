@@ -120,9 +120,9 @@ class SamplingParams(
     """Logit subtracted from a token for each time it was generated before, from -2 to 2."""
     repetition_penalty: float = 1.0
     """Divisor of positive logits and factor of negative ones, for tokens of the prompt and generated ones. At least
-    0.01: smaller values could leave the range of the scores."""
+    0.01, or scores could leave their range."""
     seed: int | None = None
-    """Makes the request's tokens reproducible whatever else runs. None: drawn from the engine's seed."""
+    """Makes the request's tokens reproducible. None: drawn from the engine's seed."""
     stop: list[str] | str | None = None
     """Strings that end the text. The text excludes them, unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None

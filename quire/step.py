@@ -42,7 +42,7 @@ BlockKey: TypeAlias = tuple[int, bytes]
 
 
 class HostTransfers(msgspec.Struct, tag="host", array_like=True):
-    """Copies between the pools of device and host, for preempted sequences and cached blocks."""
+    """Copies between the pools of device and host, for preempted sequences and cached blocks. Part of a plan."""
 
     swap_out: list[tuple[int, int]] = []
     """(device block, host block): whole blocks, every page tensor. Destinations are distinct, also in `swap_in`."""
@@ -50,7 +50,7 @@ class HostTransfers(msgspec.Struct, tag="host", array_like=True):
     """(host block, device block)."""
     awaits_report: bool = False
     """A transfer must end before anything can be computed. The plan has no tokens; its result comes with the
-    connector's next report, or after a short while."""
+    connector's next report, or soon."""
 
 
 class StoreTransfers(HostTransfers, tag="store"):
@@ -81,9 +81,9 @@ class StoreReport(msgspec.Struct, tag="store", array_like=True):
     num_stored: int = 0
     num_store_failures: int = 0
     num_bytes: int = 0
-    """Known bytes in the directory, files of other models and engines included."""
+    """Known bytes in the directory, all engines' files included."""
     load_seconds: float = 0.0
-    """Recent seconds to load a block with all loading threads busy; 0: unknown."""
+    """Recent seconds to load a block, all loading threads busy; 0: unknown."""
     token_seconds: float = 0.0
     """Recent seconds to compute a token of a long prompt; 0: unknown."""
     is_scanning: bool = False
@@ -184,8 +184,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     token_overrides: list[tuple[int, int]] = []
     """(seq_id, token): replacements of a row's last known token, where the scheduler overruled the sampled one."""
     appended: dict[int, list[int]] = {}
-    """seq_id -> tokens to append after a row's last one, which the step before may still sample. A constraint forces
-    them, so no step samples them."""
+    """seq_id -> tokens that a constraint forces, to append after a row's last one, which the step before may still
+    sample."""
     transfers: Transfers | None = None
 
     adapters: AdapterOrders | None = None
@@ -206,8 +206,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     masked_samples: list[int] = []
     """Indices into `sample_seq_ids`, ascending, of samples that need a mask. Empty: no SamplingInputs follow."""
     sampled: list[tuple[int, int]] = []
-    """(seq_id, token): last tokens of rows, sampled for earlier plans on the last stage of a pipeline. The executor
-    adds them for the other stages."""
+    """(seq_id, token): rows' last tokens, sampled on a pipeline's last stage. The executor adds them for the other
+    stages."""
 
     @property
     def masked_seq_ids(self) -> set[int]:
@@ -225,8 +225,7 @@ class SamplingInputs(msgspec.Struct, array_like=True):
     """Index of a sample -> its allowed tokens: packed bits, [ceil(vocab size / 32)] little-endian uint32. A sample
     whose sequence has ended meanwhile has none."""
     discarded: list[int] = []
-    """Indices of samples whose masks come too late: their results mean nothing, and their sequences compute their last
-    known tokens again."""
+    """Indices of samples whose masks come too late: their sequences compute their last known tokens again."""
     draft_masks: dict[int, list[bytes]] = {}
     """Index of a sample with drafts in `StepPlan.masked_samples` -> the masks after each of its first drafts;
     empty bytes allow all tokens. At most this many of its drafts are accepted: after the others its constraint has
@@ -262,8 +261,8 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 class StepResult(msgspec.Struct, array_like=True):
     step_id: int
     token_ids: list[list[int]]
-    """New tokens of each of the plan's `sample_seq_ids`: the accepted drafts and one more token. Empty for a vector,
-    and for a sample that the workers discard: the sequence then computes its last known token again."""
+    """New tokens of each of `sample_seq_ids`: the accepted drafts and one more. Empty for a vector and a discarded
+    sample: the sequence then computes its last known token again."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Index into `token_ids` -> logprobs, one entry per token, where requested."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
@@ -291,5 +290,4 @@ class StepResult(msgspec.Struct, array_like=True):
     encoder_seconds: float = 0.0
     """Seconds that the step's layers of images took."""
     checksum: int = 0
-    """Checksum of tokens and vectors, where several ranks computed them. Of all ranks but one a result has it in their
-    place (quire/executors/rank.py)."""
+    """Checksum of tokens and vectors, which all ranks but one send in their place (quire/executors/rank.py)."""

@@ -28,8 +28,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     allowed texts. grammar: Lark's syntax, or EBNF (`root ::= ...`). structural_tag: tagged parts that follow schemas,
     as an object or text. disable_any_whitespace: no blanks between parts of JSON. whitespace_pattern: regular
     expression for those blanks. disable_additional_properties: objects have only properties that the schema names.
-    start_after_token_ids: generated tokens after which the constraint begins; empty or None: it begins at once.
-    preamble: form of a text that comes first (thoughts and their end mark, or nothing).
+    start_after_token_ids: generated tokens after which the constraint begins; empty or None: at once. preamble: form of
+    a text that comes first (thoughts and their end mark, or nothing).
     """
 
     json: str | dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     @property
     def size(self) -> int:
-        """Characters of the constraint; for an object, about one for each character."""
+        """Characters of the constraint; for an object, about one per character."""
         value = next(getattr(self, name) for name in CONSTRAINTS if getattr(self, name) not in (None, False))
         size, pieces = 0, [value]
         while pieces:

@@ -1,5 +1,5 @@
-"""Attention batch of a step on a device. Sizes are on the host, so grids need no device query; the rest is in tensors
-at addresses that CUDA graphs rely on."""
+"""Attention batch of a step on a device. Sizes are on the host, so grids need no device query; tensors have addresses
+that CUDA graphs rely on."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class DeviceBatch:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStateStep:
-    """Pages of the states of a device's step; StateStep defines the accesses. Padding sequences have none. tables: by
-    layer, [num_rows, max_blocks] int32, persistent; indexed by `batch.rows`. interval: tokens per block. pages: by
-    layer, [num_blocks, page bytes] uint8. batch_invariant: a token has the same bits in a prompt and decoded."""
+    """Pages of a device step's states; StateStep defines the accesses. tables: by layer, [num_rows, max_blocks] int32,
+    persistent; indexed by `batch.rows`. interval: tokens per block. pages: by layer, [num_blocks, page bytes] uint8.
+    batch_invariant: a token has the same bits in a prompt and decoded."""
 
     batch: DeviceBatch
     tables: Mapping[int, torch.Tensor]
@@ -94,7 +94,6 @@ class DeviceStates(Protocol):
 
 
 StepStates: TypeAlias = StateStep | DeviceStates
-"""States of a step, as layer operations take them."""
 
 
 class TokenColumns(NamedTuple):

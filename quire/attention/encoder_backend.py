@@ -13,7 +13,7 @@ from quire.kernels.rotation import Rotation
 
 
 class EncoderStep(AttentionStep):
-    """Bidirectional step, one sequence at a time, so that no bit depends on other sequences."""
+    """Bidirectional step, one sequence at a time, so no bit depends on other sequences."""
 
     def __init__(self, spans: tuple[tuple[int, int], ...]) -> None:
         """Step over whole sequences. spans: first row of each sequence, and its end."""

@@ -47,7 +47,7 @@ def expanded_prompts(rule: ExpansionRule, query_start: np.ndarray, starts: np.nd
 
 
 def rest_of(batch: AttentionBatch, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, AttentionBatch] | None:
-    """Tokens of the other sequences, and their batch; None if there are none."""
+    """Tokens of the other sequences, and their batch; None if none."""
     is_rest = torch.ones(len(batch.start_positions), dtype=torch.bool)
     is_rest[[prompt.sequence for prompt in prompts]] = False
     index = torch.nonzero(is_rest)[:, 0]

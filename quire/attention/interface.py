@@ -1,5 +1,5 @@
-"""Interface between worker and attention back ends. The worker builds one AttentionBatch per step; `plan` turns it into
-an AttentionStep for all layers."""
+"""Interface between worker and attention back ends. The worker builds an AttentionBatch per step; `plan` makes it an
+AttentionStep for all layers."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ IndexInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue]
 
 
 class AttentionStep:
-    """Planned step that layers call for attention; a back end implements the methods that its models use. Values are
-    rows of the T tokens, as tensors or placeholders, and may be overwritten. rotation: result of `Operations.rotation`,
-    or None. A token sees the positions of its sequence up to its own (or `AttentionBatch.last_seen`); an encoder's
-    token sees its whole sequence."""
+    """Planned step that layers call for attention; a back end implements what its models use. Values are rows of the T
+    tokens, as tensors or placeholders, and may be overwritten. rotation: result of `Operations.rotation`, or None. A
+    token sees the positions of its sequence up to its own (or `AttentionBatch.last_seen`); an encoder's token sees its
+    whole sequence."""
 
     __slots__ = ()
 

@@ -1,5 +1,3 @@
-"""Attention steps of the native kernels that expand latents of prompts (quire/attention/expanded.py)."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Attention of ranks that share the tokens of prompts: each computes some rows of a step, and all keep every key.
 
-A rank prepares its rows' queries, keys and values and writes these to its cache. The others' keys and values come over
-the memory that the ranks share and are written too, before the rank attends with its rows.
+A rank writes its rows' keys and values to its cache, then the others', which come over shared memory, before it attends
+with its rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.kernels.cpu.runtime import NativeRuntime
 from quire.parallel.interface import ProcessGroup
 
 PREPARED = {"query_norm": 0, "key_norm": 0, "rotary_dim": 0, "length_floor": 0}
-"""Arguments of attention for rows that are normed, rotated and scaled."""
+"""Arguments of attention for rows normed, rotated and scaled."""
 
 
 class RowExchange:

@@ -33,7 +33,7 @@ class Chunk:
     tiles: torch.Tensor
     """[I] int64: query tile of each item."""
     key_rows: torch.Tensor
-    """[I, 1, KEY_TILE] int64: page row of each key; one of block 0 beyond the sequence, so that no query reads stale
+    """[I, 1, KEY_TILE] int64: page row of each key; one of block 0 beyond the sequence, so no query reads stale
     keys."""
     edges: torch.Tensor
     """[E] int64: items with keys that some of their queries do not see."""
@@ -46,7 +46,7 @@ class Chunk:
     root_tiles: torch.Tensor
     """[R] int64: query tile of each item that ends up with a whole result."""
     is_first: bool
-    """True if none of the query tiles is in an earlier chunk."""
+    """True if no query tile is in an earlier chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TileList:
     rows: int
     num_tiles: int
     gather: torch.Tensor
-    """[Q * tile_tokens] int64: token of each place in the tiles (arbitrary for empty places)."""
+    """[Q * tile_tokens] int64: token of each place (arbitrary for empty ones)."""
     places: torch.Tensor
     """[n] int64: indices of tile rows that hold a token; empty rows are left out."""
     tokens: torch.Tensor

@@ -1,5 +1,5 @@
 """Indexer of sparse latent attention in torch: scores of keys, and the best of them. A score does not depend on the
-rest of the step."""
+step's rest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Expanded prompts over latents on a device: keys and values of a few heads go to scratch pages, over which the prompt
-kernel runs. See quire/attention/expanded.py."""
+kernel runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 
 class DeviceExpansion:
-    """Owner of the scratch, shared by all layers: for `max_num_keys` keys and a part of the heads, allocated at first
+    """Owner of the scratch, shared by all layers: for `max_num_keys` keys and part of the heads, allocated at first
     use."""
 
     def __init__(self, max_num_keys: int, limits: DeviceLimits) -> None:
@@ -78,7 +78,7 @@ class DeviceExpansion:
         work: tuple[Sequence[Prompt], DeviceBatch],
         out: torch.Tensor,
     ) -> None:
-        """Attend with a part of the heads. query: both parts of the step's queries, the second rotated. kept: [blocks,
+        """Attend with part of the heads. query: both parts of the step's queries, the second rotated. kept: [blocks,
         block_size, width], the prompts' latents."""
         lot, batch = work
         first = part * expansion.heads
@@ -192,7 +192,7 @@ def _gather(
 
 
 def _rest(batch: DeviceBatch, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, DeviceBatch] | None:
-    """Tokens of the sequences that are not expanded, and their batch; None if there are none."""
+    """Tokens of the sequences not expanded, and their batch; None if none."""
     assert batch.host is not None, "a step with prompts says where they begin"
     starts = batch.host.query_start
     index = np.setdiff1d(np.arange(len(starts) - 1), [prompt.sequence for prompt in prompts])

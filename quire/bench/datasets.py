@@ -86,7 +86,7 @@ _WORDS = (
 
 
 def as_text(spec: PromptSpec) -> PromptSpec:
-    """Prompt in words, one for each token id, so that a shared prefix stays shared."""
+    """Prompt in words, one per token id, so a shared prefix stays shared."""
     if spec.token_ids is None:
         return spec
     words = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in spec.token_ids)

@@ -121,7 +121,7 @@ class ServingReport:
     latencies: Mapping[str, Distribution | None]
     """Metric of METRICS -> distribution in seconds over the completed requests."""
     max_send_delay: float
-    """Longest seconds between due time and sending, because of `max_concurrency` or a slow client."""
+    """Longest seconds from due time to sending (`max_concurrency`, a slow client)."""
 
     @property
     def num_failed(self) -> int:

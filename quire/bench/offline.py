@@ -1,4 +1,4 @@
-"""`quire bench latency` and `quire bench throughput`: the offline API, timed from generate() to the last token."""
+"""`quire bench latency` and `throughput`: the offline API, timed to the last token."""
 
 from __future__ import annotations
 

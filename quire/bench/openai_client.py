@@ -18,7 +18,7 @@ from quire.utils.sse import EventParser
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_REASON = 160
-"""Longest kept reason of an error, in characters."""
+"""Characters kept of an error's reason."""
 
 
 class _Delta(msgspec.Struct):
@@ -165,7 +165,7 @@ class _Timeline:
 
 
 async def _follow(response: httpx.Response, timeline: _Timeline) -> None:
-    """Read events up to `[DONE]`, then the rest of the body. Raises _RequestError for an error event, broken JSON or an
+    """Read events up to `[DONE]`, then the body's rest. Raises _RequestError for an error event, broken JSON or an
     early end."""
     parser = EventParser()
     decode: Callable[[bytes], _Chunk] = msgspec.json.Decoder(_Chunk).decode

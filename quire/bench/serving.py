@@ -1,5 +1,5 @@
-"""`quire bench serve`: requests at a given rate to any OpenAI-compatible server, from one asyncio process. Arrivals are
-drawn before the run, so the server cannot influence them."""
+"""`quire bench serve`: requests at a given rate to any OpenAI-compatible server. Arrivals are drawn before the run, so
+the server cannot influence them."""
 
 from __future__ import annotations
 

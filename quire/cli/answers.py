@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 SECONDS_WITHOUT_A_BYTE = 600.0
-"""Seconds without data after which the server counts as gone."""
+"""Seconds of silence after which the server counts as gone."""
 
 
 class ReplyPiece(NamedTuple):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from quire.engine.input_processor import Prompt
 
 DEFAULT_TOKEN_IDS = "300:3999"
-"""Range of token ids that random prompts draw from: ordinary tokens in most vocabularies."""
+"""Range of random prompts' token ids: ordinary tokens in most vocabularies."""
 
 
 def main(arguments: Sequence[str]) -> int:

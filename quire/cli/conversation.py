@@ -229,7 +229,7 @@ def _setting_parser() -> Parser:
 SETTINGS: tuple[str, ...] = tuple(
     flag.removeprefix("--").replace("-", "_") for flag in _setting_parser().known_flags if not flag.startswith("--no-")
 )
-"""Names of sampling options that `/set` changes in `quire chat`."""
+"""Sampling options that `/set` changes in `quire chat`."""
 
 
 def _read_setting(name: str, value: str) -> dict[str, Any]:

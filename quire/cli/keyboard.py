@@ -1,5 +1,3 @@
-"""Input of messages and commands, from a terminal or a pipe."""
-
 from __future__ import annotations
 
 import os

@@ -18,7 +18,7 @@ LEAST_SHARED_MEMORY = 256 * 2**20
 """Bytes needed by the ranks of one model. Docker's default is 64 MiB."""
 SLOW_GOVERNORS = ("powersave", "conservative")
 OWN_GOVERNORS = ("intel_pstate", "amd-pstate-epp")
-"""Frequency drivers of Linux whose `powersave` governor follows the load, so `quire doctor` does not warn."""
+"""Linux frequency drivers whose `powersave` governor follows the load: no warning."""
 
 
 @dataclass(frozen=True)

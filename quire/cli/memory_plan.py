@@ -1,4 +1,4 @@
-"""Memory of a model that is not loaded, by the engine's sizing rules."""
+"""Memory of a model not loaded, by the engine's sizing rules."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         return self._option_string_actions.get(flag)
 
     def format_help_of(self, word: str) -> str:
-        """Help of a group, or of the options with the word in their names. Raises UserError if there are none."""
+        """Help of a group, or of the options with the word in their names. Raises UserError if none."""
         formatter = self._get_formatter()
         if word in self._groups:
             found = [self._groups[word]]

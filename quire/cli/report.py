@@ -38,7 +38,7 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def console() -> Console:
-    """Console on stdout. Files and pipes get lines of a fixed width, so that nothing is cut."""
+    """Console on stdout. Files and pipes get lines of a fixed width, so nothing is cut."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=PIPE_WIDTH)
 

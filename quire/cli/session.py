@@ -1,5 +1,3 @@
-"""Engine in this process, for commands that stream to the terminal."""
-
 from __future__ import annotations
 
 import asyncio
@@ -116,7 +114,7 @@ class RunSession:
         self._runner.run(self.engine.register_prefix(text))
 
     def complete(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Timing]:
-        """Return the whole output. Raises ModelOutputError, as `stream` does."""
+        """Whole output. Raises ModelOutputError, as `stream` does."""
         return self._runner.run(self._complete(prompt, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams, take: Callable[[CompletionOutput], None]) -> Timing:

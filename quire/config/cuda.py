@@ -1,5 +1,3 @@
-"""CUDA devices that this installation can use, found without importing torch."""
-
 from __future__ import annotations
 
 import ctypes

@@ -1,5 +1,3 @@
-"""Settings of the computing device in the resolved configuration."""
-
 from __future__ import annotations
 
 import importlib.util

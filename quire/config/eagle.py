@@ -37,7 +37,7 @@ class EagleConfig:
     """Head for drafts with a checkpoint of its own. method: one of EAGLE_METHODS. layers: model's layers whose inputs a
     head of "eagle3" reads; empty: the model's results. read_size: elements of each. vocab_size: rows of its embedding.
     draft_vocab_size: tokens that it can guess. norm_before_residual, norm_before_fc, fc_norm, norm_output: norms of its
-    hidden state before the residual, of all that it reads, of each input, and of results for the next guess."""
+    hidden state before the residual, of all that it reads, of each input, of results fed back."""
 
     method: str
     layers: tuple[int, ...]

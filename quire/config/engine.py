@@ -1,5 +1,5 @@
-"""Configuration of one engine: its slices. Components take the slice they use, not the whole. Fields of slices that
-have an option's name have its meaning (`EngineOptions`)."""
+"""Configuration of one engine: its slices. Components take the slice they use, not the whole. Fields of slices with an
+option's name have its meaning (`EngineOptions`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF metadata and tensor names of a Hugging Face model, the inverse of `quire.config.gguf`."""
+"""GGUF metadata and tensor names of a Hugging Face model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Type of each tensor in a GGUF mix, by llama.cpp's rules. A mix has a type for most matrices, and more bits for some
-value projections and MLP matrices, and the head."""
+"""Type of each tensor in a GGUF mix, by llama.cpp's rules. A mix has a type for most matrices, more bits for some value
+projections, MLP matrices and the head."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it."""
-
 from __future__ import annotations
 
 import json
@@ -81,7 +79,7 @@ def load_model_config(
 ) -> ModelConfig:
     """Read and check the configuration of `name`: "bundled", a directory, a GGUF file or a hub id. kv_cache_dtype:
     "auto" means bfloat16 for bfloat16 weights and GGUF files with dtype "auto", else float32. config_only: fetch no
-    weights. Raises ModelLoadError for faults of the model, ConfigError for options that it cannot have."""
+    weights. Raises ModelLoadError for a faulty model, ConfigError for options that it cannot have."""
     runner, model_impl = choices.runner, choices.model_impl
     name, revision = read_page(name, revision)
     path = _described(find_model(name, revision=revision, config_only=config_only, download_dir=choices.download_dir))

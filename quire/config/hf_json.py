@@ -46,8 +46,8 @@ def shown(value: Any) -> str:
 
 
 class Fields:
-    """Typed access to one JSON object. A key that is absent or null takes the default; without one it is required.
-    where: name of the object in errors (a path, or a path and a key)."""
+    """Typed access to one JSON object. A key absent or null takes the default; without one it is required. where: name
+    of the object in errors (a path, or a path and a key)."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values

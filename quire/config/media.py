@@ -16,7 +16,6 @@ MAX_IMAGES = 999
 MAX_VIDEOS = 4
 """Its default for videos, each of which may take a minute to decode."""
 MOST_FRAMES = 2**15
-"""Largest number of frames of a video."""
 CACHE_GIB = 1.0
 OTHER_MEDIA = ("video", "audio", "vision_chunk")
 SIDES = {"image": ("width", "height"), "video": ("num_frames", "width", "height")}
@@ -93,8 +92,8 @@ class MediaLimit:
 class MediaConfig:
     """Settings for pictures and videos of requests. language_model_only: take text alone and load no tower. images,
     videos: limits per prompt. background: color under transparent pictures. cache_bytes: size of the front end's
-    processed pictures. domains: permitted hosts of URLs, in lower case. networks: permitted addresses that are
-    not public. local_path: directory whose files file URLs may name. takes_features: accept a client's features
+    processed pictures. domains: permitted hosts of URLs, in lower case. networks: permitted private addresses.
+    local_path: directory whose files file URLs may name. takes_features: accept a client's features
     (`image_embeds`)."""
 
     language_model_only: bool = False

@@ -1,4 +1,4 @@
-"""The choice whether prompts of latent attention are expanded (`mla_prompt`)."""
+"""Choice whether prompts of latent attention are expanded (`mla_prompt`)."""
 
 from __future__ import annotations
 

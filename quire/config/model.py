@@ -26,16 +26,19 @@ CACHE_SCALE_BYTES = {"int8": 4}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Model, read from its `config.json` or its GGUF file's metadata. name: user's text (path, hub id or `bundled`).
-    path: local directory, or the GGUF file. architecture: entry in the model registry. shape: sizes, layer by layer.
-    dtype: dtype of unquantised weights. kv_cache_dtype: dtype of stored keys and values (a key of CACHE_DTYPE_BYTES).
-    max_model_len: most tokens (prompt + output) of a sequence. eos_token_ids: see hf_config; the tokenizer's own also
-    ends a sequence. hf: the parsed config.json, read-only (the language model's part). activation_bits: least bits of
-    activations where native kernels multiply integers and 4-bit floats: 8, 16 or 32; 0: as matmul_precision says.
-    pooling: None: the model generates. expands_prompts: latent attention computes prompts with keys and values of each
-    head. impl: "quire" or "transformers". sampling_defaults: by field of SamplingParams. is_multimodal: other parts are
-    not loaded. vision: config.json's part on the vision tower. image_token_id: placeholder of images. mmproj: the
-    tower's GGUF file."""
+    """Model, read from its Hugging Face `config.json` or its GGUF file's metadata.
+
+    name: user's text (path, hub id or `bundled`). path: local directory, or the GGUF file. architecture: entry of
+    `architectures` in the model registry. shape: sizes, layer by layer. dtype: dtype of weights not quantised.
+    kv_cache_dtype: dtype of stored keys and values (a key of CACHE_DTYPE_BYTES). max_model_len: most tokens of a
+    sequence (prompt + output). eos_token_ids: see hf_config; the tokenizer's own also ends a sequence. hf: parsed
+    config.json (the language model's part). activation_bits: least bits of activations multiplied natively with
+    integers and 4-bit floats: 8, 16 or 32; 0: matmul_precision decides. pooling: None: the model generates.
+    expands_prompts: latent attention computes prompts with keys and values of each head. impl: "quire" or
+    "transformers". sampling_defaults: by field of SamplingParams. is_multimodal: other parts of the model are not
+    loaded. vision: config.json's part on the vision tower. image_token_id: placeholder of images. mmproj: GGUF file of
+    the vision tower.
+    """
 
     name: str
     path: Path

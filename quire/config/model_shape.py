@@ -24,15 +24,15 @@ DTYPE_BYTES: Mapping[str, float] = {
 QUANTIZED = ("float8", "int8", "int4", "mxfp4", "nvfp4")
 """Quantised types of layers' matrices; the vocabulary's tables stay in 16 bits."""
 STATE_BORDER = 64
-"""Tokens between borders of a recurrent state. A layer keeps its state at the last border and the rows of the tokens
-after it, so a state's bits do not depend on where steps begin and end."""
+"""Tokens between borders of a recurrent state. A layer keeps its state at the last border and later tokens' rows, so a
+state's bits do not depend on steps."""
 KEPT_ROWS = STATE_BORDER - 1
 STATE_BYTES = 4
 """Bytes of an element of a recurrent state, always float32."""
 _LINE_ELEMENTS = 16
 LAYER_OVERHEAD = 3000
-"""Time of a layer's norms, rotation and attention per token and element of hidden width, in weights whose products take
-as long."""
+"""Time of a layer's norms, rotation and attention per token and hidden element, in weights whose products take as
+long."""
 
 Kind = Literal["full", "sliding", "chunked", "latent", "state", "none"]
 Matrix = tuple[int, int]
@@ -42,13 +42,13 @@ Matrix = tuple[int, int]
 @dataclass(frozen=True)
 class AttentionShape:
     """One layer's use of earlier tokens. kind: "full", "sliding" and "chunked" keep a key and a value per token and
-    head; "latent" one vector per token; "state" a state of fixed size per sequence; "none" nothing. key_dim, value_dim:
-    elements of a head's key (for "latent" with its rotated part) and value. window: tokens of a "sliding" window or of
-    a chunk. latent_dim: elements that "latent" keeps per token, of which latent_rank are compressed. index_heads,
-    index_dim, index_top: indexer's heads, elements of its key per token, and tokens that it chooses (0: none).
-    conv_channels, conv_inputs: channels of a "state" layer's short convolution, and inputs kept of each, beside a
-    matrix key_dim x value_dim for each of num_kv_heads value heads. spare_inputs: further inputs, so that as many
-    drafts can be taken back."""
+    head; "latent" one vector per token for all heads; "state" a state of fixed size per sequence; "none" nothing.
+    key_dim, value_dim: elements of a head's key (for "latent" with its rotated part) and value. window: tokens of a
+    "sliding" window or of a chunk. latent_dim: elements that "latent" keeps per token, of which latent_rank are
+    compressed. index_heads, index_dim, index_top: indexer's heads, elements of its key per token, and tokens that it
+    chooses (0: no indexer). conv_channels, conv_inputs: channels of a "state" layer's short convolution, and inputs
+    kept of each, beside a matrix key_dim x value_dim for each of num_kv_heads value heads. spare_inputs: further
+    inputs, so this number of drafts can be taken back."""
 
     kind: Kind
     num_heads: int
@@ -279,7 +279,7 @@ class ModelShape:
         )
 
     def with_spare_inputs(self, count: int) -> ModelShape:
-        """Shape whose states keep `count` more convolution inputs, so that `count` tokens can be taken back."""
+        """Shape whose states keep `count` more convolution inputs, so `count` tokens can be taken back."""
 
         def spared(layer: LayerShape) -> LayerShape:
             kept = layer.attention

@@ -45,7 +45,7 @@ ACCESS = OptionGroup("access", "who may do what")
 HTTP = OptionGroup("http", "connections and processes")
 OBSERVE = OptionGroup("observe", "logs, metrics and traces")
 GROUPS = FIRST, MODEL, IMAGES, KV, SCHEDULING, ADAPTERS, DEVICE, ANSWERS, FILES, ACCESS, HTTP, OBSERVE
-"""All groups, in the order of the help."""
+"""All groups, in the help's order."""
 
 
 @cache

@@ -1,5 +1,3 @@
-"""Distribution of a model over devices, and its checks."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -31,9 +29,9 @@ class ParallelConfig:
     """Layout of a model over devices; sizes of groups. tp: devices that share each layer (tensor parallelism). pp:
     stages, groups that share out the layers. dp: replicas behind a router. ep: devices over which whole experts are
     spread, a multiple of tp; if it spans several replicas, they exchange tokens in every layer. 1: tp shares each
-    expert. dcp: neighbours among the tp devices that hold the same key head and keep a part of each sequence's tokens
-    each (decode context parallelism). interleave: tokens in a row that one of them keeps. redundant_experts: copies of
-    a layer's experts, which move by their load (None: experts stay). pcp: groups of tp devices that share the tokens of
+    expert. dcp: neighbours among the tp devices that hold the same key head and share each sequence's tokens (decode
+    context parallelism). interleave: successive tokens that one of them keeps. redundant_experts: further copies of a
+    layer's experts, which move by load (None: experts stay). pcp: groups of tp devices that share the tokens of
     prompts, each with all keys (prefill context parallelism). Raises ConfigError for sizes that do not fit."""
 
     tp: int = 1
@@ -80,7 +78,7 @@ class ParallelConfig:
 
 
 def parallel_config(options: EngineOptions) -> ParallelConfig:
-    """Ranks of one replica. Raises ConfigError for sizes that do not fit together."""
+    """Ranks of one replica. Raises ConfigError for sizes that do not fit."""
     for kind in ("tensor", "pipeline", "data", "decode_context", "prefill_context"):
         positive(f"{kind}_parallel_size", getattr(options, f"{kind}_parallel_size"))
     run = positive("cp_kv_cache_interleave_size", options.cp_kv_cache_interleave_size)
@@ -200,7 +198,7 @@ def check_tokens_dealt(
 
 
 def why_not_dealt(shape: ModelShape, tp: int, count: int) -> str | None:
-    """The reason why `count` of `tp` ranks cannot keep a part of each sequence's tokens each; None: they can."""
+    """Reason why `count` of `tp` ranks cannot keep a part of each sequence's tokens each; None: they can."""
     kinds = {layer.attention.kind for layer in shape.layers} - {"none"}
     if kinds - {"full"} or any(layer.attention.window is not None for layer in shape.layers):
         other = ", ".join(sorted(kinds - {"full"})) or "sliding"
@@ -262,7 +260,7 @@ def expert_balance(options: EngineOptions, model: ModelConfig) -> ExpertBalance 
 
 
 def why_no_copies(redundant: int, num_experts: int, num_ranks: int) -> str | None:
-    """The reason why ranks cannot hold as many copies of a layer's experts; None: they can."""
+    """Reason why ranks cannot hold as many copies of a layer's experts; None: they can."""
     most = num_experts * (num_ranks - 1)
     if 0 <= redundant <= most:
         return None
@@ -301,7 +299,7 @@ def check_prompts_dealt(
 
 
 def why_prompts_not_dealt(shape: ModelShape) -> str | None:
-    """The reason why ranks cannot compute a part of a prompt's tokens each; None: they can."""
+    """Reason why ranks cannot compute a part of a prompt's tokens each; None: they can."""
     others = {layer.attention.kind for layer in shape.layers} - {"full", "sliding", "chunked", "none"}
     if others:
         found = ", ".join(sorted(others))

@@ -1,5 +1,5 @@
-"""Pooling of a text's hidden states: one vector, or the logits of its labels. The settings come from
-sentence-transformers' files, for classifiers from config.json."""
+"""Pooling of a text's hidden states to a vector or its labels' logits. Settings come from sentence-transformers' files,
+for classifiers from config.json."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class PoolingConfig:
     """Pooling model's settings. task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled states:
     the last token's, the first's ("cls"), or the mean. normalize: default of scaling to length 1. dense: layers that
     the vector passes before. activation: from logits to probabilities. dimensions: lengths to which a vector may be
-    cut; if empty, `any_dimensions` permits every length or none. prompt: before each embedded text. prompts: (name,
-    text) that a request may choose."""
+    cut; empty: every length with `any_dimensions`, else none. prompt: before each embedded text. prompts: (name, text)
+    that a request may choose."""
 
     task: Task
     method: Method

@@ -1,5 +1,5 @@
-"""Parsing of a checkpoint's `quantization_config`. Facts on how a checkpoint was made are ignored; settings that change
-the meaning of stored numbers are supported or rejected."""
+"""Parsing of a checkpoint's `quantization_config`. Facts on a checkpoint's making are ignored; settings that change
+stored numbers' meaning are supported or rejected."""
 
 from __future__ import annotations
 

@@ -120,8 +120,7 @@ MAX_NUM_SEQS = 65536
 THREADS_ALLOWED_PER_CORE, LEAST_THREADS_ALLOWED = 4, 256
 """A process's threads are refused above the larger of both limits."""
 STAGED_TOKENS, STAGED_CHUNK = 512, 256
-"""Token budget of a step with pipeline stages, and most tokens of one prompt in it: long prompts are cut so that all
-stages compute."""
+"""Token budget of a step with pipeline stages, and one prompt's most in it: cut prompts keep all stages busy."""
 CPU_DEFAULTS = Defaults(max_num_seqs=128, max_num_batched_tokens=2048, memory_utilization=0.5, queue_depth=1)
 DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory_utilization=0.9, queue_depth=2)
 

@@ -1,4 +1,4 @@
-"""Resolution of device options: device, the settings that follow from it, and checks of what it cannot do yet."""
+"""Resolution of device options: device, settings that follow, and checks of what it cannot do yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch", "triton")
 CPU_BACKENDS = ("native", "torch")
 UNFENCED_CAPABILITY = (10, 0)
-"""Lowest compute capability where products may read data before asynchronous copies deliver them, without a fence."""
+"""Lowest compute capability whose products need a fence behind asynchronous copies."""
 FLOAT8_CAPABILITY = (8, 9)
 """Lowest compute capability whose tensor cores multiply 8-bit floats."""
 DEVICE_RANK_LIMIT = 512

@@ -83,7 +83,7 @@ class RopeConfig:
 
     @property
     def longest(self) -> int:
-        """Largest number of positions that the scaling supports."""
+        """Maximum positions that the scaling supports."""
         if self.rope_type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * (self.factor or 1.0))
         if self.rope_type == "yarn":

@@ -16,7 +16,7 @@ from quire.config.speculation_keys import OPTION, check_keys
 from quire.errors import ConfigError, nearest_name
 
 METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "custom_class")
-"""Values of `method`. The first two name the same one, because drafts are looked up where the model runs."""
+"""Values of `method`. The first two are the same: drafts are looked up where the model runs."""
 _OF_A_MODEL = ("draft_model", *EAGLE_METHODS)
 """Methods that the option's `model` makes drafts for."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")

@@ -1,5 +1,3 @@
-"""Structured output settings of an engine, which apply to every request."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Triton's requirements besides a device, checked without importing it: a C compiler, Python's headers and the driver's
+"""Triton's requirements besides a device, checked without importing it: C compiler, Python's headers, the driver's
 library."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.config.cuda import DRIVER
 COMPILERS = ("gcc", "clang")
 LDCONFIG = "/sbin/ldconfig"
 FENCED_TRITON = (3, 7, 1)
-"""First Triton that puts a proxy fence between asynchronous copies and the products that read them."""
+"""First Triton with a proxy fence between asynchronous copies and products that read them."""
 UNTRUSTED_PTXAS = 13
 """First major version of the assembler with which kernels without that fence vary."""
 

@@ -1,4 +1,4 @@
-"""Frames for all viewers, from one poll of the engine, and only while there are viewers."""
+"""Frames for all viewers, from one poll of the engine while there are viewers."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Frame(msgspec.Struct):
     """Shares computed from `stats` by `quire.kv_cache.stats.shares`."""
     recent: Recent = Recent()
     outcomes: dict[str, int] = {}
-    """Sequences finished so far by finish reason, and requests refused so far by reason."""
+    """Sequences finished and requests refused so far, by reason."""
     num_client_errors: int = 0
     """Requests answered with a status of 400 to 499."""
     num_server_errors: int = 0

@@ -1,5 +1,3 @@
-"""Latest ended requests, with percentiles of their times."""
-
 from __future__ import annotations
 
 from collections import deque

@@ -28,13 +28,13 @@ SPARKS = "▁▂▃▄▅▆▇█"
 STATUSES = ("running", "preempted", "swapped", "waiting", "pinned")
 REQUESTS_SHOWN = 12
 ADAPTERS_SHOWN = 6
-"""Maximum number of adapter names shown for running and for waiting requests."""
+"""Maximum adapter names shown for running and for waiting requests."""
 MAP_ROWS = 24
-"""Maximum number of lines of the map; cells of a larger pool show several blocks."""
+"""Maximum lines of the map; a larger pool's cells show several blocks."""
 SMALL_HEIGHT, NARROW_WIDTH = 34, 90
-"""Lines below which requests come before the map, and columns below which less is told of each."""
+"""Lines below which requests precede the map, columns below which less is told of each."""
 FRAME_ROWS = 8
-"""Lines of a small screen besides requests and map: title, rates, counts, heads, the map's border, ended requests."""
+"""Lines of a small screen besides requests and map."""
 MIN_MAP_ROWS = 2
 
 ORDERS: dict[str, Callable[[RequestView], float]] = {

@@ -1,6 +1,6 @@
 """Beam search: k best continuations of a prompt (paper §4.4, figure 9), in the scheduler's update. Each step ranks all
-continuations: those that end among the first k become hypotheses, and the k best of the others go on. Scores
-(cumulative log-probability / length ** length_penalty) and results equal those of Transformers."""
+continuations: of the first, ended ones become hypotheses, and the k best others go on. Scores (cumulative
+log-probability / length ** length_penalty) and results equal those of Transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_CANDIDATES = Candidates([], [])
 
 @dataclass(slots=True)
 class Beam:
-    """Live beam. Its tokens and blocks are in its sequence."""
+    """One live continuation of a beam search. Its tokens and blocks are in its sequence."""
 
     sequence: Sequence
     cumulative_logprob: float = 0.0
@@ -30,11 +30,11 @@ class Beam:
     candidates: Candidates | None = None
     """Candidates for the next token, once the worker has sent them."""
     is_stuck: bool = False
-    """True if the request's constraint allows no next token: the beam gets no candidates."""
+    """True if its constraint allows no next token: no candidates come."""
 
 
 class Child(NamedTuple):
-    """Live beam of the next step, one token longer."""
+    """Beam chosen for the next step, one token longer than its parent."""
 
     parent: Beam
     token_id: int
@@ -69,7 +69,6 @@ class BeamSearch:
         """Finished continuations, at most `width`, ranked by score."""
         self.is_done = False
         self.failure: str | None = None
-        """Reason for ending the search without a result."""
         self.request = request
         self._max_tokens = request.max_tokens
         self._length_penalty = params.length_penalty
@@ -262,7 +261,7 @@ class BeamSearch:
 
 
 class BlockSharing(Protocol):
-    """The part of KVCacheManager that beams use."""
+    """Part of KVCacheManager by which beams fork and free blocks."""
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable: ...
 

@@ -1,6 +1,6 @@
 """Number of drafts that a sequence computes in a step, from the acceptance of its drafts so far.
 
-Only counts decide, no clock: every rank and every run of the same requests plans the same steps.
+Only counts decide, no clock, so every rank and run plans the same steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LEAST_MEAN_OF_MANY = 0.5
 
 
 class DraftRecord:
-    """Acceptance of one sequence's drafts. most: largest number of drafts in a step. mean: accepted drafts expected of
-    the first trial."""
+    """Acceptance of one sequence's drafts so far, which limits its next ones. most: largest number of drafts in a step.
+    mean: accepted drafts expected of the first trial."""
 
     __slots__ = ("_most", "_num_left_out", "mean")
 
@@ -36,7 +36,7 @@ class DraftRecord:
 
     @property
     def limit(self) -> int:
-        """Largest number of drafts of a trial, at least 1."""
+        """Maximum drafts of a trial, at least 1."""
         return 1 + int(1.5 * self.mean) if self.mean >= LEAST_MEAN else 1
 
     def wants_trial(self, num_sequences: int = 1) -> bool:

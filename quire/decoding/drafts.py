@@ -1,7 +1,7 @@
 """Drafts: guessed tokens that a step computes after a sequence's last one.
 
-The scheduler asks a `Drafter`, counts the drafts like tokens, and corrects its counts when a result says how many the
-workers accepted (quire/step.py).
+The scheduler asks a `Drafter`, counts drafts like tokens, and corrects its counts by the number accepted
+(quire/step.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARE_OF_ONE = 1 / 16
 
 
 class Drafts(NamedTuple):
-    """Drafts of one sequence in one step."""
+    """Proposed drafts of one sequence in one step: tokens, or their number if the workers know them."""
 
     num_tokens: int
     token_ids: list[int] | None = None
@@ -36,10 +36,9 @@ class Drafter(Protocol):
     """Source of drafts for sequences about to compute their last token. Beams have none."""
 
     max_drafts: int
-    """Largest number of drafts of a sequence in one step; 0: `propose` is never called."""
+    """Maximum drafts of a sequence in one step; 0: `propose` is never called."""
     asks_always: bool
-    """True: `propose` is called for every token. False: not for a sequence without `num_found_drafts`, which takes the
-    fast path."""
+    """False: `propose` is not called for a sequence without `num_found_drafts`, which takes the fast path."""
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         """Propose at most `limit` (>= 1) drafts while `batch_size` sequences run. If some tokens of the sequence are
@@ -48,7 +47,7 @@ class Drafter(Protocol):
 
 
 class NoDrafter:
-    """Drafter of an engine without speculation."""
+    """Drafter of an engine without speculation: proposes none."""
 
     max_drafts = 0
     asks_always = False
@@ -76,7 +75,7 @@ class WorkerDrafts:
         self._numbers = [number for _, number in by_batch_size]
         self._adapts = adapts
         self._mean = FIRST_MEAN
-        """Accepted drafts per trial expected of a new sequence: mean of earlier sequences."""
+        """Accepted drafts per trial expected of a new sequence: earlier ones' mean."""
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         if self._ends:

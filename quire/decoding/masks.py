@@ -1,7 +1,7 @@
-"""Masks: the tokens that a constrained request may have next. A `MaskSource` gives the engine core a `Constraint` for
-each request, and that a `Matcher` for each sequence. Matchers run in another process: `advance` sends tokens, the
-answer comes later (`Matcher.is_ready`). A request waits for its first answers at a gate (`ConstraintGate`); a running
-sequence without an answer stays out of steps."""
+"""Masks: the tokens that a constrained request may have next. A `MaskSource` makes a `Constraint` per request, which
+makes a `Matcher` per sequence. Matchers run in another process: `advance` sends tokens, the answer comes later
+(`Matcher.is_ready`). A request waits for its first answers at `ConstraintGate`; a running sequence without one stays
+out of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.errors import UserError
 
 
 class ConstraintSpec(NamedTuple):
-    """Fields of a request that decide its masks, besides the constraint's text."""
+    """Fields of a request that decide its masks, besides the constraint's text. For making a matcher."""
 
     start_after: SequenceOf[int] = ()
     """The constraint begins after these generated tokens; empty: at once."""
@@ -25,7 +25,7 @@ class ConstraintSpec(NamedTuple):
 
 
 class Matcher(Protocol):
-    """State of one sequence under its constraint, kept through preemptions.
+    """State of one sequence under its constraint (grammar or thinking budget), kept through preemptions.
 
     Attributes describe the last answer and are valid while `is_ready`.
     """
@@ -42,8 +42,8 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> UserError | None:
-        """Reason why the sequence cannot go on: the constraint does not compile, or takes too much work; None: it
-        can."""
+        """Reason why the sequence cannot go on: the constraint does not compile, or takes too much work; None: it can.
+        The sequence then ends."""
         ...
 
     @property
@@ -84,7 +84,7 @@ class Matcher(Protocol):
 
     def goes_on_behind(self, token_id: int) -> bool:
         """True if the token occurred in sequences of this constraint and neither ended one nor forced further tokens.
-        May be called at any time."""
+        May be called at any time. The next step need not wait then."""
         ...
 
     @property
@@ -105,11 +105,11 @@ class Matcher(Protocol):
         ...
 
     def mask_of(self, *token_ids: int) -> bytes:
-        """Mask that allows exactly these tokens."""
+        """Packed mask (one bit per token id) that allows exactly these tokens."""
         ...
 
     def copy(self) -> Matcher:
-        """Matcher with the same answer for another sequence with the same tokens. Only while `is_ready`."""
+        """Matcher with the same answer for another sequence with the same tokens. Only while `is_ready`. For forks."""
         ...
 
 
@@ -124,7 +124,7 @@ class Constraint(Protocol):
 
 
 class MaskSource(Protocol):
-    """Source of the constraints that requests name (`EngineRequest.constraint`)."""
+    """Source of the constraints that requests name (`EngineRequest.constraint`). The engine core owns one."""
 
     def constraint(self, text: str, client: str = "") -> Constraint:
         """Constraint of one request; returns at once. client: clients take turns in compilation. Raises UserError for a
@@ -154,7 +154,7 @@ class MaskSource(Protocol):
 
 
 class Foreseen(NamedTuple):
-    """Token that a started step will sample, because its mask allows no other."""
+    """Token that a started step will sample, because its mask allows no other. Reported before its sample comes."""
 
     token_id: int
     mask: bytes
@@ -168,7 +168,7 @@ def mask_of(token_ids: Iterable[int], num_bytes: int) -> bytes:
 
 
 def drafts_behind(forced: SequenceOf[int], drafts: SequenceOf[int]) -> list[int]:
-    """Drafts after the `forced` tokens, which they must begin with; else none."""
+    """The drafts left after the `forced` tokens, which they must begin with; else none."""
     count = len(forced)
     return list(drafts[count:]) if list(drafts[:count]) == list(forced) else []
 

@@ -25,7 +25,7 @@ def sequence_seed(seed: int, index: int) -> int:
 def create_sequences(
     request: Request, source: EngineRequest, seq_ids: Iterator[int], kv: KVCacheManager | None = None
 ) -> None:
-    """Create the sequences of a request, one for each sample or beam, with ids from `seq_ids`, and its beam search. kv:
+    """Create the sequences of a request, one per sample or beam, with ids from `seq_ids`, and its beam search. kv:
     finds their cached blocks; None: no prefix cache."""
     params = source.params
     num_sequences = params.num_sequences
@@ -69,7 +69,8 @@ def _resume(sequences: list[Sequence], point: ResumePoint) -> None:
 
 
 def num_shared_tokens(request: Request) -> int:
-    """Number of known tokens that the first live sequence computes for all; all its own if it is alone."""
+    """Number of known tokens that the first live sequence computes for all; all its own if it is alone. Forks begin
+    behind them."""
     if request.beam_search is not None:
         return request.beam_search.num_shared_tokens
     sequences = request.live_sequences

@@ -1,5 +1,3 @@
-"""Request and its sequences in the scheduler: tokens, counters, and handles to KV blocks."""
-
 from __future__ import annotations
 
 import enum
@@ -27,7 +25,8 @@ PENDING_PREFIX = "pending prefix"
 
 
 class Deferral(NamedTuple):
-    """Gate's decision that a waiting request may not start yet (quire/scheduler/gates.py)."""
+    """Gate's decision that a waiting request may not start yet (quire/scheduler/gates.py). Holds its reason and
+    reserved blocks."""
 
     reason: str
     """Name of the reason to wait, the gate's `reason`, for stats and messages."""
@@ -36,9 +35,9 @@ class Deferral(NamedTuple):
     is_pending: Callable[[], bool]
     """True until the awaited event has come. Constant time: the scheduler asks in every pass."""
     deadline: float = math.inf
-    """Time on the engine's clock at which the request stops waiting for the event."""
+    """Time, on the engine's clock, at which the wait ends."""
     cancel: Callable[[], object] = lambda: None
-    """Ends the work that the gate began for the request. Called once, at the end of the deferral."""
+    """Ends the work that the gate began; called once, at the deferral's end."""
     reserves_slots: bool = True
     """True to reserve the request's slots meanwhile; False for an event outside the engine."""
 
@@ -108,13 +107,11 @@ class Sequence:
         self.report_times_until = self.max_total_tokens if reports_all else request.num_prompt_tokens + 1
         """Updates report times up to this number of tokens."""
         self.fast_path_until = 0
-        """Number of computed tokens below which every step computes the token that the step before sampled, and needs
-        no decision."""
+        """Number of computed tokens below which each step computes the last step's sample, without a decision."""
         self.blocks: BlockTable | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
         self.swapped: BlockTable | None = None
-        """Handle of the KV blocks while they are in the host pool: their `num_computed_tokens` need not be recomputed.
-        """
+        """KV blocks in the host pool: their `num_computed_tokens` need not be recomputed."""
         self.chain: HashChain | None = None
         """Hashes of the known full blocks; kept through a preemption."""
         self.num_unsent_tokens = 0
@@ -123,10 +120,9 @@ class Sequence:
         """One of `token_ids` that a plan in flight is still to sample."""
         self.finish_reason: FinishReason | None = None
         self.matcher: Matcher | None = None
-        """Follows the known tokens under the request's constraint, from its first mask to its end."""
+        """Follows the known tokens under the request's constraint, from the first mask on."""
         self.awaits_matcher = False
-        """True while the matcher has not said whether the last token ends the sequence, and what it forces next; the
-        token is not reported."""
+        """True while the matcher has not judged the last token, then not reported."""
         self.goes_ahead = False
         """True if a step may compute the last token before the matcher's answer, and be sampled after it."""
 
@@ -234,7 +230,7 @@ class Request:
         self.first_matcher: Matcher | None = None
         """State of the constraint before the first generated token; None: no constraint."""
         self.max_pending_tokens = 0 if self.params.use_beam_search else math.inf if constraint is None else 1
-        """Largest number of unknown sampled tokens of a sequence when its next one is planned."""
+        """Maximum unknown sampled tokens of a sequence when its next one is planned."""
         self.client = request.client
         self.each_step = request.each_step
         self.order_time = arrival_time if order_time is None else order_time
@@ -256,13 +252,11 @@ class Request:
         self.bypass_prefix_cache = request.params.prompt_logprobs is not None
         self.sequences: list[Sequence] = []
         self.pending_forks: list[Sequence] = []
-        """Live sequences with a reserved request slot: siblings that wait for the shared tokens, and beam slots without
-        a beam."""
+        """Sequences with a reserved slot: siblings that wait for shared tokens, and beam slots without a beam."""
         self.fork_position: int | None = None
-        """Tokens after which siblings fork from the first sequence; None: none waits for that."""
+        """Tokens after which siblings fork from the first sequence; None: none waits."""
         self.beam_search: BeamSearch | None = None
         self.deferral: Deferral | None = None
-        """Set while a gate keeps the request from starting."""
 
     def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
         """Keys that separate its blocks in the prefix cache from those of the same tokens, in HashChain's format. A
@@ -293,7 +287,7 @@ class Request:
         return [sequence.swapped for sequence in self.live_sequences if sequence.swapped is not None]
 
     def stop_waiting(self) -> None:
-        """End the request's deferral, if any, and the load begun for it."""
+        """End the request's deferral, if any, and the load begun for it. At its start or end."""
         deferral, self.deferral = self.deferral, None
         if deferral is not None:
             deferral.cancel()

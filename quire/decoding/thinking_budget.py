@@ -15,7 +15,8 @@ from quire.sampling_params import ThinkingBudget
 
 
 class BudgetConstraint:
-    """Implements Constraint. inner: request's own; None: it has none."""
+    """Constraint of a request with a limit of thinking tokens, around its own constraint. inner: request's own; None:
+    it has none."""
 
     def __init__(self, inner: Constraint | None, budget: ThinkingBudget, vocab_size: int) -> None:
         self._inner = inner
@@ -46,7 +47,7 @@ class BudgetMatcher:
         self._num_asked = 0
         """Number of tokens that the last `advance` was given."""
         self._own: list[int] = []
-        """Tokens of the end mark that are forced behind those."""
+        """End mark's tokens forced behind those."""
         self._num_followed = 0
         """Tokens forced by the inner matcher after those, which count for the budget."""
         self._drafts: list[int] = []

@@ -1,4 +1,4 @@
-"""LoRA adapters that a front end knows: by number in the offline calls (as in vLLM), by name in a server."""
+"""LoRA adapters that a front end knows: by number offline (as in vLLM), by name in a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from quire.errors import ModelLoadError, UserError, nearest_name
 from quire.lora_request import LoRARequest
 
 LoRARequests = LoRARequest | AdapterRef | Sequence[LoRARequest | AdapterRef | None] | None
-"""One adapter for all prompts of a call, or one per prompt."""
 
 
 class KnownAdapters:
@@ -31,7 +30,7 @@ class KnownAdapters:
         self._last_number = 0
 
     def refuse(self) -> None:
-        """Raise UserError if the engine takes no adapters."""
+        """Raise UserError if the engine takes no adapters. Checked before any use."""
         if not self._config.is_on:
             raise UserError("lora_request needs an engine with enable_lora=True", param="lora_request")
 
@@ -104,7 +103,7 @@ class KnownAdapters:
             return request, self._by_number[request.lora_int_id][1]
 
     def learn(self, name: str, path: str, ref: AdapterRef, base_model_name: str | None) -> None:
-        """Register an adapter that another process has read."""
+        """Register an adapter that another process has read. By API processes."""
         with self._lock:
             request = self._request(name, path, base_model_name)
             self._by_name[name], self._by_number[request.lora_int_id] = request, (request, ref)

@@ -64,7 +64,7 @@ from quire.tokenization.user_tokenizer import UserTokenizer
 from quire.utils.heartbeat import HUNG_ENGINE_TIMEOUT
 
 POLL_SECONDS = 0.01
-"""Seconds between two checks of a caller that waits for requests to end."""
+"""Seconds between checks while a caller waits for requests to end."""
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class AsyncLLM:
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Processor that checks and tokenises prompts. Waits for the engine's start."""
+        """Processor that checks and tokenises prompts. Waits for the engine's start. For servers and tools."""
         return self._front_end.input_processor
 
     @property
@@ -193,7 +193,7 @@ class AsyncLLM:
 
     @property
     def max_num_seqs(self) -> int:
-        """Maximum number of sequences that run at once."""
+        """Maximum sequences that run at once."""
         return self._front_end.config.scheduler.max_num_seqs
 
     @property
@@ -258,12 +258,12 @@ class AsyncLLM:
     @property
     def num_waiting(self) -> int:
         """Number of requests outside the background that wait or are being prepared; those that the engine has not
-        reported yet count as waiting."""
+        reported yet count as waiting. For /metrics and admission limits."""
         return self._session.num_waiting
 
     @property
     def num_queued_tokens(self) -> int:
-        """Total prompt tokens of the requests that have no output token yet."""
+        """Total prompt tokens of the requests without output token yet. Admission limits compare with it."""
         return self._session.num_queued_tokens
 
     @property
@@ -288,9 +288,9 @@ class AsyncLLM:
         """Yield outputs as they come, the last one with `finished`, or as `sampling_params.output_kind` says. delta:
         see OutputProcessor.add_request. priority: lower is earlier. part: place among several requests of one caller,
         which start in turn. options: see PoolingOptions. Leaving the iterator, or cancelling its task, aborts the
-        request. Raises UserError for a bad prompt or an id in use, EngineDeadError when the engine dies,
-        EngineUnresponsiveError as `check_health` does, InternalError if its output cannot be processed,
-        EngineAsleepError, and QuireError while draining."""
+        request. Raises UserError for a bad prompt or an id in use, EngineDeadError, EngineUnresponsiveError as
+        `check_health` does, InternalError if its output cannot be processed, EngineAsleepError, and QuireError while
+        draining."""
         lora_request = options.pop("lora_request", None)
         if options:
             sampling_params = msgspec.structs.replace(sampling_params, **truncation_of(options))
@@ -385,7 +385,8 @@ class AsyncLLM:
         cache_salt: str = "",
         lora_request: LoRARequest | AdapterRef | None = None,
     ) -> RequestOutput:
-        """Run a pooling request and return its only output. second: second text of a pair."""
+        """Run a pooling request and return its only output. second: second text of a pair. Base of `embed`, `classify`
+        and `score`."""
         processor = await asyncio.to_thread(lambda: self.pooling)
         adapter = self.adapters.resolve(lora_request)
 
@@ -412,7 +413,7 @@ class AsyncLLM:
         self._session.abort(request_id)
 
     def knows(self, request_ids: Iterable[str]) -> bool:
-        """True if a request of one of these ids runs or waits."""
+        """True if a request of one of these ids runs or waits. An admin's abort asks it."""
         return self._session.knows(request_ids)
 
     # Control.
@@ -446,7 +447,7 @@ class AsyncLLM:
 
     async def kv_snapshot(self) -> KVSnapshot:
         """Every block and live request at the core's next turn. `request_id` is the engine's key: the caller's id, "#"
-        and a unique number."""
+        and a unique number. For the live view."""
         snapshot = (await self._session.ask("kv_snapshot")).kv
         assert snapshot is not None
         return snapshot
@@ -518,7 +519,8 @@ class AsyncLLM:
         await self._count("stop_replica", self._replica(number))
 
     async def start_replica(self, number: int) -> bool:
-        """Start a stopped replica; returns whether it is up. A failed start is logged and retried every minute."""
+        """Start a stopped replica; returns whether it is up. A failed start is logged and retried every minute. An
+        admin's order."""
         return bool(await self._count("start_replica", self._replica(number)))
 
     def _replica(self, number: int) -> str:

@@ -16,7 +16,8 @@ MAX_BAD_WORD_TOKENS = 8_192
 
 
 class BadWordTokenizer:
-    """Thread-safe. tokenizer: None if the model has none. vocab_size: token ids of the model."""
+    """Encodes `bad_words` as token sequences, for InputProcessor. Thread-safe. tokenizer: None if the model has none.
+    vocab_size: token ids of the model."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -25,7 +26,7 @@ class BadWordTokenizer:
         self._last: tuple[tuple[str, ...], list[list[int]]] = (), []
 
     def sequences(self, bad_words: Sequence[str]) -> list[list[int]]:
-        """Token ids of each word at the start of a text, and after a space if they differ. Words with tokens beyond
+        """Token ids of each word at a text's start, and after a space if they differ. Words with tokens beyond
         `vocab_size` are left out. Raises UserError if a limit is exceeded."""
         if not bad_words:
             return []

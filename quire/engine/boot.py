@@ -1,4 +1,4 @@
-"""Entry point of the engine process. It writes a failed start as one line to the runtime directory for the parent."""
+"""Entry point of the engine process. A failed start leaves a line in the runtime directory for the parent."""
 
 from __future__ import annotations
 

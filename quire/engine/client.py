@@ -12,12 +12,12 @@ from quire.utils.failures import explain
 logger = get_logger(__name__)
 
 DEFAULT_EXECUTOR = "quire.executors.choice:make_executor"
-"""`"module:attribute"` of a callable from EngineConfig to Executor. A name, so that only the core's process imports
-torch."""
+"""`"module:attribute"` of a callable from EngineConfig to Executor: only the core's process imports torch."""
 
 
 class EngineClient(Protocol):
-    """Connection to one engine core. Any thread may `send`; one thread at a time may `receive`."""
+    """Connection to one engine core. Any thread may `send`; one thread at a time may `receive`. AsyncLLM, `LLM` and
+    fleets use it."""
 
     @property
     def ready(self) -> EngineReady:
@@ -32,7 +32,7 @@ class EngineClient(Protocol):
 
     @property
     def stopped(self) -> int | None:
-        """Rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is."""
+        """Rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is. For health checks."""
         return None
 
     @property

@@ -46,21 +46,21 @@ from quire.step import StepPlan
 logger = get_logger(__name__)
 
 IDLE_CHECK_SECONDS = 10.0
-"""Minimum seconds between two checks of the invariants when idle; a check is linear in blocks."""
+"""Minimum seconds between invariant checks when idle; one is linear in blocks."""
 FIRST_REPORTS = 50
 """Maximum transfer plans at the start until the KV connector has listed its blocks."""
 BLOCKED_SECONDS = 0.005
-"""Seconds of a driver's sleep while the core `is_blocked`, unless a message arrives."""
+"""Seconds that a driver sleeps while the core `is_blocked`, unless a message comes."""
 PATIENCE = 0.001
 """Seconds that planning of a step waits for matchers."""
 LATE_SECONDS = 0.005
 """Seconds that a step in flight waits for masks."""
 BRIEF_SECONDS = 0.005
-"""Longest step in seconds after which quick matchers (0.1 ms) answer while the next step computes."""
+"""Longest step, in seconds, after which quick matchers (0.1 ms) answer during the next."""
 ANSWER_SECONDS = 0.002
 """Seconds that a step without anything to compute waits for a matcher."""
 LAST_TRANSFERS = 100
-"""Maximum number of transfer plans at shutdown for blocks that the KV connector has not stored or sent."""
+"""Maximum transfer plans at shutdown, for blocks not yet stored or sent."""
 
 
 class EngineCore:
@@ -95,8 +95,7 @@ class EngineCore:
         self._next_check = 0.0
         self._is_stepping = False
         self.is_blocked = False
-        """True if the last step had nothing to compute although requests live: all wait for something outside the
-        engine."""
+        """True if the last step had nothing to compute: all live requests wait for something outside."""
         layers = config.model.shape.layers if config.load.counts_experts else ()
         self._expert_layers = [number for number, layer in enumerate(layers) if layer.experts is not None]
         self._has_moving_experts = config.load.balance is not None
@@ -185,7 +184,8 @@ class EngineCore:
         return self.scheduler.stats()
 
     def idle(self) -> bool:
-        """Do one piece of deferred work while there is nothing else to do; returns whether there was any."""
+        """Do one piece of deferred work (capture a CUDA graph, prepare grammars) while there is nothing else to do;
+        returns whether there was any."""
         if self.has_work or self._sleep.level:
             return False
         if self._executor.idle():
@@ -194,7 +194,7 @@ class EngineCore:
         return False
 
     def vital_signs(self) -> VitalSigns:
-        """Vital signs of the workers. Any thread may call this."""
+        """Workers' seconds since their last progress, for the heartbeat. Any thread may call this."""
         return self._executor.vital_signs()
 
     def shutdown(self) -> None:
@@ -366,7 +366,8 @@ class EngineCore:
         return stats
 
     def check_when_idle(self) -> None:
-        """Check the scheduler's invariants if no work is left, at most every IDLE_CHECK_SECONDS."""
+        """Check the scheduler's invariants if no work is left, at most every IDLE_CHECK_SECONDS. Called by the loop
+        that drives the core."""
         now = self._clock.now()
         if not self.has_work and now >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS

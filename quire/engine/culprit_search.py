@@ -1,6 +1,6 @@
-"""Search for the request that kills an engine. Requests in it at a death are suspects, until they get `CLEARED_TOKENS`
-further tokens. After a second death with suspects the engine gets one group of them at a time, which each further death
-halves. One that kills the engine alone is the culprit."""
+"""Search for the request that kills an engine. Requests in the engine at a death become suspects, until they get
+`CLEARED_TOKENS` further tokens. After a second death with suspects the engine gets a group at a time, which each
+further death halves. One that kills it alone is the culprit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CulpritSearch:
         self._tried: list[str] = []
         """Requests of the current group, cleared ones included; empty if no search runs."""
         self._groups: list[dict[str, int]] = []
-        """Groups of suspects to try later, each with the position of every request."""
+        """Groups of suspects to try later, each with every request's position."""
 
     @property
     def is_searching(self) -> bool:
-        """True while suspects are kept from the engine."""
+        """True while requests suspected of ending the engine are kept from its successor."""
         return bool(self._tried)
 
     @property
@@ -63,7 +63,8 @@ class CulpritSearch:
         return known is not None and position - known >= CLEARED_TOKENS and self.note_end(request_id)
 
     def note_end(self, request_id: str) -> bool:
-        """Record that a request has ended or is cleared. Returns whether the engine may have more requests now."""
+        """Record that a request has ended or is cleared. Returns whether the engine may have more requests now. Called
+        by the fleet."""
         for group in self._groups:
             group.pop(request_id, None)
         if self._suspects.pop(request_id, None) is None or self._suspects or not self._tried:

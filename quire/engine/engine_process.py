@@ -1,5 +1,5 @@
-"""Interpreter of an engine process before its LaunchSpec. A command starts it before its own imports, so that both
-import in parallel."""
+"""Interpreter of an engine process before its LaunchSpec. A command starts it before its own imports: both import in
+parallel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from quire.utils.child_process import kill, start_interpreter, write_line
 
 LOCAL_EXECUTOR = "quire.executors.local"
-"""Module of the single-device executor; its import takes seconds because of torch."""
+"""Module of the single-device executor, whose import of torch takes seconds."""
 
 
 class EngineProcess:

@@ -1,6 +1,8 @@
-"""Ledger of requests before one or more engines. A `Fleet` is an `EngineClient` over engines of one configuration. The
-ledger keeps what another engine needs to continue each request with the same tokens (`ResumePoint`), so that engines
-can be replaced, and requests moved."""
+"""Ledger of requests before one or more engines.
+
+A `Fleet` is an `EngineClient` over engines of one configuration. The ledger keeps what another engine needs to continue
+each request with the same tokens (`ResumePoint`).
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,13 @@ MAX_STARTS = 3
 PAUSE_SECONDS = 1.0
 """Seconds before the second start in a row; doubled for each further one."""
 RETRY_SECONDS = 60.0
-"""Seconds between two starts of a lost member while others serve its requests."""
+"""Seconds between starts of a lost member while others serve."""
 MAX_FRUITLESS_DEATHS = 20
-"""Deaths in a row without a token after which a member is lost; a culprit search takes up to 18."""
+"""Deaths in a row without a token that lose a member; a culprit search takes up to 18."""
 STATES = {"sleep": "sleep", "wake_up": "sleep", "pause": "pause", "resume": "pause"}
-"""Method of a call -> the call that begins the state which it begins or ends."""
+"""Method -> the call that begins the state which it begins or ends."""
 FOR_REQUESTS = ("abort_all", "sleep")
-"""Calls about requests: a member whose next engine still starts answers them too."""
+"""Calls about requests, which a member answers while its next engine starts."""
 REPLICA_CALLS = ("stop_replica", "start_replica")
 """Calls that members answer themselves, with 1 if an engine is up."""
 KEPT = (FinishReason.STOP, FinishReason.LENGTH)
@@ -72,8 +74,8 @@ class OpenCall:
 
 
 class Fleet:
-    """An `EngineClient` over members. With one member, `receive` runs in the caller's thread; with several, each has
-    its own."""
+    """An `EngineClient` over members (engines of one model): chooses one per request, restarts dead ones. With one
+    member, `receive` runs in the caller's thread; with several, each has its own."""
 
     def __init__(
         self,
@@ -92,8 +94,7 @@ class Fleet:
         self._router = make_router(router, len(starts))
         self._restarts, self._ends_hung = restarts, hung_engine_timeout > 0
         self._lock = threading.Condition()
-        """Guards the members and everything below. Notified when an engine is ready or must be started, and at the
-        end."""
+        """Guards the members and everything below. Notified when an engine is ready or must start, and at the end."""
         self._entries: dict[str, Entry] = {}
         self._names: dict[str, Entry] = {}
         """Requests by their callers' names."""
@@ -127,7 +128,8 @@ class Fleet:
 
     @property
     def silence(self) -> float:
-        """Seconds: the minimum over the engines that are up if hung ones are ended, else the maximum."""
+        """Seconds since engines last made progress: the minimum over the engines that are up if hung ones are ended,
+        else the maximum."""
         silences = [member.silence for member in self.members if member.is_up] or [0.0]
         return min(silences) if self._ends_hung else max(silences)
 
@@ -489,7 +491,7 @@ class Fleet:
 
     def _lose(self, member: Member, reason: str) -> None:
         """Mark a member as lost until an engine of it starts; the others take its requests. Raises EngineDeadError
-        without others."""
+        without others. After failed starts or an admin's stop."""
         with self._lock:
             death = member.death or EngineDeadError(reason)
             member.is_lost, member.num_fruitless, member.search = True, 0, CulpritSearch()

@@ -33,7 +33,8 @@ MODES = ("abort", "wait", "keep")
 
 
 class FrontEnd:
-    """One engine as seen by its callers. tokenizer: None if the model has none or it is switched off."""
+    """One engine as AsyncLLM and `LLM` see it: client, processors of inputs and outputs, helpers. tokenizer: None if
+    the model has none or it is switched off."""
 
     def __init__(
         self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None, options: EngineOptions
@@ -62,14 +63,14 @@ class FrontEnd:
         return None if self._chat_template is None else self._chat_template.helpers
 
     def encode_long_texts_elsewhere(self) -> None:
-        """Tokenise long texts in a helper process, so that they do not block an event loop."""
+        """Tokenise long texts in a helper process, so they do not block an event loop."""
         if self.tokenizer is not None and self.tokenizer.encode_elsewhere is None and self.helpers is not None:
             self.tokenizer.encode_elsewhere = self.helpers.encode
             self.tokenizer.inline_characters = LONG_TEXT_CHARACTERS
 
     @property
     def is_ready(self) -> bool:
-        """True if `input_processor` returns without waiting."""
+        """True if `input_processor` returns without waiting. Else callers use a thread."""
         return self._input_processor is not None
 
     @property

@@ -1,7 +1,6 @@
 """Responsiveness of an engine: its silence, and the time limits of calls.
 
-At every beat (quire/utils/heartbeat.py) the engine process sends the time since all ranks of its model last made
-progress.
+At every beat (quire/utils/heartbeat.py) the engine process sends the time since all its ranks last made progress.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from quire.executors.interface import VitalSigns
 from quire.utils.heartbeat import BEAT_SECONDS, SILENCE_LIMIT, Progress, encode_beat, encode_stopped
 
 ENGINE_STOPPED = -1
-"""In place of a rank: the engine process itself is stopped."""
+"""Rank number that stands for the engine process itself."""
 
 
 def name_stopped(stopped: int | None) -> str:
@@ -36,7 +35,7 @@ def check_responsive(silence: float, stopped: int | None = None) -> None:
 
 class EngineBeats:
     """Source of the engine process's beats. vital_signs: reads the workers' signs; None while the engine starts, when
-    only the end of the process counts."""
+    only the end of the process counts. A beat is a byte sent to the parent."""
 
     def __init__(self) -> None:
         self.progress = Progress()
@@ -52,9 +51,9 @@ class EngineBeats:
 
 
 CALL_SECONDS = 20.0
-"""Time limit in seconds of a call, which waits for the current step."""
+"""Seconds allowed for a call, which waits for the current step."""
 LONG_CALL_SECONDS = 1800.0
-"""Time limit in seconds of LONG_CALLS, which move weights, load them or compute a prefix."""
+"""Seconds allowed for LONG_CALLS, which move or load weights, or compute a prefix."""
 LONG_CALLS = frozenset({"sleep", "wake_up", "register_prefix", "stop_replica", "start_replica"})
 
 T = TypeVar("T")
@@ -65,7 +64,7 @@ def takes_long(message: ClientMessage) -> bool:
 
 
 def patience(method: str) -> float:
-    """Time limit of a call in seconds."""
+    """Seconds for which a caller waits for the answer to a control call; longer for slow methods."""
     return LONG_CALL_SECONDS if method in LONG_CALLS else CALL_SECONDS
 
 

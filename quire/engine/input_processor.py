@@ -1,5 +1,4 @@
-"""Conversion of a caller's prompt and parameters into an EngineRequest, with all checks that everything downstream
-relies on."""
+"""Conversion of prompt and parameters into an EngineRequest, with the checks that everything downstream relies on."""
 
 from __future__ import annotations
 
@@ -47,7 +46,8 @@ MASK_63 = 2**63 - 1
 
 
 class PlacedImages(list[PromptImage]):
-    """`multi_modal_data` whose images `ImageInputs.place` has placed."""
+    """`multi_modal_data` of a rendered conversation, whose images `ImageInputs.place` has already placed among the
+    tokens."""
 
 
 class TextPrompt(TypedDict, total=False):
@@ -82,7 +82,7 @@ MEDIA_KEYS = (*IMAGE_KEYS, "mm_processor_kwargs")
 """Keys of vLLM's multimodal prompts."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
 PREDICTION_TAIL = 16
-"""Prompt tokens kept before a prediction, so that its beginning is found."""
+"""Prompt tokens kept before a prediction, so its beginning is found."""
 
 
 class RenderedChat(NamedTuple):
@@ -103,11 +103,13 @@ class RenderedChat(NamedTuple):
 class InputProcessor:
     """Checks, tokenises and resolves requests. Thread-safe. tokenizer: None: prompts are token ids. vocab_size: the
     model's, which may exceed the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: the
-    model's; they and the tokenizer's own end a sequence unless `ignore_eos`. seed: source of seeds that requests lack.
-    max_logprobs: limit of alternatives per token; -1: the vocabulary. takes_priorities: requests may set one. pools:
-    True for a pooling model. Front ends set attributes: `clips_max_tokens`: clip a too large max_tokens instead of
-    refusing it (`LLM`). `max_new_tokens`: limit of every request or None. `reasoning`: the model's format.
-    `chat_template`, `images` and `processors`: the engine's."""
+    model's, besides the tokenizer's own. seed: source of seeds that requests lack. max_logprobs: alternatives per
+    token; -1: the vocabulary. takes_priorities: requests may set one. pools: a pooling model.
+
+    Front ends set attributes: `clips_max_tokens`: clip a max_tokens that does not fit instead of refusing it (`LLM`).
+    `max_new_tokens`: limit of every request or None. `reasoning`: format of the model's reasoning. `chat_template`,
+    `images` and `processors`: the engine's.
+    """
 
     def __init__(
         self,
@@ -383,7 +385,7 @@ class InputProcessor:
             )
 
     def check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:
-        """Raise UserError for tokens without an embedding."""
+        """Raise UserError for tokens of the tokenizer to which the model has no embedding."""
         largest = max(map(max, _in_pieces(token_ids)), default=0)
         if largest >= self.vocab_size:
             raise UserError(
@@ -430,7 +432,8 @@ class InputProcessor:
             check_unicode(stop, param="stop")
 
     def _with_alternatives(self, params: SamplingParams) -> SamplingParams:
-        """Resolve -1 and clip numbers of alternatives. Raises UserError above `max_logprobs`."""
+        """Resolve -1 (all) in `logprobs` and `prompt_logprobs`, and clip them to the vocabulary. Raises UserError above
+        `max_logprobs`."""
         most = self.vocab_size if self._max_logprobs == -1 else self._max_logprobs
         changes = {}
         for name in ("logprobs", "prompt_logprobs"):
@@ -453,7 +456,7 @@ class InputProcessor:
         return msgspec.structs.replace(params, **changes) if changes else params
 
     def check_token_ids(self, token_ids: Any, param: str) -> None:
-        """Check types and range; fast for long valid lists."""
+        """Raise UserError for token ids of a wrong type or range; fast for long valid lists."""
         if all(
             set(map(type, some)) == {int} and min(some) >= 0 and max(some) < self.vocab_size
             for some in _in_pieces(token_ids if isinstance(token_ids, list) else list(token_ids))
@@ -485,7 +488,8 @@ def _in_pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def num_units(prompt: Prompt, params: SamplingParams) -> int:
-    """Size of `InputProcessor.process`'s work: characters and token ids of prompt, lists and constraint."""
+    """Size of `InputProcessor.process`'s work: characters and token ids of prompt, lists and constraint. Large ones run
+    on a thread."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         content = prompt.get("prompt_token_ids", prompt.get("prompt"))
@@ -509,7 +513,8 @@ def prompt_text(prompt: Prompt) -> str | None:
 
 
 def mix_seed(seed: int, number: int) -> int:
-    """Uniform number in [0, 2**63) from both (the finaliser of splitmix64)."""
+    """Seed, uniform in [0, 2**63), from an engine's or session's seed and a request's number (the finaliser of
+    splitmix64)."""
     value = (seed + (number + 1) * GOLDEN_RATIO_64) & MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64

@@ -1,5 +1,5 @@
-"""Transfer of long prompts between processes in pieces. The engine decodes one per turn, so that running requests do
-not wait."""
+"""Transfer of long prompts between processes in pieces. The engine decodes one per turn; running requests do not
+wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _DECODER = msgspec.msgpack.Decoder(list[int])
 
 
 def encode_pieces(token_ids: list[int]) -> list[bytes]:
-    """`AddRequest.pieces` of a prompt; empty for a short one. Other threads may run between two pieces."""
+    """Token ids of a long prompt as separately encoded bytes (`AddRequest.pieces`); empty for a short one. Other
+    threads may run between two pieces."""
     if len(token_ids) <= PIECE_TOKENS:
         return []
     starts = range(0, len(token_ids), PIECE_TOKENS)
@@ -43,7 +44,7 @@ def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
 
 
 def take_piece(message: AddRequest) -> None:
-    """Decode the next piece of a received message."""
+    """Decode the next piece of a received message. Long prompts block no other message so."""
     message.request.prompt_token_ids.extend(_DECODER.decode(message.pieces.pop(0)))
 
 

@@ -64,7 +64,7 @@ class Entry:
         return len(self.ended) == len(self.generated)
 
     def note(self, update: SequenceUpdate) -> None:
-        """Record tokens and ends that an engine reports."""
+        """Record a request's new tokens and ends that its engine reports, for a resume elsewhere."""
         self.generated[update.index] += update.new_token_ids
         if update.prompt_logprobs is not None:
             self.num_prompt_logprobs = update.prompt_logprobs.start + len(update.prompt_logprobs.entries)
@@ -91,13 +91,13 @@ class Member:
         self.start = start
         self.client: EngineClient | None = None
         self.ready: EngineReady | None = None
-        """Facts of its first engine; later ones have the same number of blocks."""
+        """Facts of its first engine; later ones have as many blocks."""
         self.is_up = False
         """True if `client` accepts messages."""
         self.is_lost = False
-        """True if its engines failed too often; its requests have moved to the other members."""
+        """True if its engines failed too often; its requests have moved."""
         self.is_wanted = True
-        """True if the member should have an engine; else its thread ends the engine."""
+        """False: its thread ends the engine."""
         self.death: EngineDeadError | None = None
         """Last death; None again once the next engine is ready."""
         self.search = CulpritSearch()
@@ -129,7 +129,7 @@ class Member:
         return carry_over(self.stats_before, now)
 
     def deliver(self, *messages: ClientMessage) -> None:
-        """Send messages to the engine. The thread in `receive` handles its death."""
+        """Send messages to the engine. The thread in `receive` handles its death. Messages of the fleet's sessions."""
         assert self.client is not None
         with contextlib.suppress(EngineDeadError):
             self.client.send(*messages)

@@ -20,7 +20,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
-    """End a request, or its sequence `index`; unknown ids are ignored. No update follows."""
+    """Order to the engine core: end a request, or its sequence `index`; unknown ids are ignored. No update follows."""
 
     request_id: str
     index: int | None = None
@@ -73,7 +73,7 @@ class RequestRejected(msgspec.Struct, array_like=True):
     is_culprit: bool = False
 
     def error(self) -> QuireError:
-        """Exception to raise at the request's caller."""
+        """Exception to raise in the call that made the request."""
         if self.is_culprit:
             summary = "the engine died whenever it ran this request, which is not tried again"
             return InternalError(self.message, summary=summary)
@@ -81,7 +81,8 @@ class RequestRejected(msgspec.Struct, array_like=True):
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs", array_like=True):
-    """Outputs of one step, or of a turn without a step."""
+    """Message from the core to its front ends: updates, rejections, results of calls and statistics of one step, or of
+    a turn without a step."""
 
     updates: list[SequenceUpdate] = []
     stats: EngineStats | None = None
@@ -127,7 +128,8 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
 
 
 class QuestionAnswer(msgspec.Struct, tag="answer", array_like=True):
-    """Answer to the asker's question `number`. payload: None if the answering side failed."""
+    """Message between API processes: answer to the asker's question `number`. payload: None if the answering side
+    failed."""
 
     number: int
     asker: int
@@ -149,13 +151,13 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
     enough to print."""
 
     message: str
-    """Full text, for the log and for callers in the front end's process."""
+    """Full text, for log and callers."""
     is_user_error: bool = False
     error_type: str = "EngineDeadError"
     """Class in quire.errors that the front end raises."""
     param: str | None = None
     summary: str | None = None
-    """Text for clients of a server, without paths and stack frames; None: the message."""
+    """Text for a server's clients, without paths and frames; None: the message."""
     error_id: str = ""
     """Identifies the failure in the log; empty if it was not logged."""
 

@@ -14,8 +14,8 @@ StepEnd = Callable[[StepFuture], object]
 
 
 class CoreObserver:
-    """Event handlers of a core; override those you need. The core calls them in order on its own thread. An exception
-    ends the engine."""
+    """Event handlers of an engine core (step log, simulator, tests); override those you need. The core calls them in
+    order on its own thread. An exception ends the engine."""
 
     def allocated(self, layout: KVCacheLayout, backend: str) -> None:
         """The KV cache is allocated; first event. backend: executor's description of itself."""

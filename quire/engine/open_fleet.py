@@ -1,5 +1,3 @@
-"""Fleet (quire/engine/fleet.py) as options ask for it: engines in processes of their own."""
-
 from __future__ import annotations
 
 import itertools

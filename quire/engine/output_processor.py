@@ -1,5 +1,5 @@
-"""Conversion of the core's tokens into outputs for callers: text, logprobs, stop strings (which abort sequences in the
-core), metrics. One processor per engine client, on one thread."""
+"""Conversion of the core's tokens into callers' outputs: text, logprobs, stop strings, metrics. One processor per
+engine client, on one thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class ProcessedOutputs(msgspec.Struct):
 
 
 class OutputProcessor:
-    """Output state of every unfinished request. tokenizer: None if the model has none; texts are then empty."""
+    """Turns the core's updates into outputs with text; holds the output state of every unfinished request of a front
+    end. tokenizer: None if the model has none; texts are then empty."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -318,7 +319,7 @@ class _SequenceState:
             self._repetition = RepetitionDetector(params.repetition_detection)
         self._num_tokens = 0
         self._num_unchecked = params.min_tokens
-        """Tokens still to come that are not searched for stop strings."""
+        """Tokens still to come not searched for stop strings."""
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
@@ -377,7 +378,8 @@ class _SequenceState:
             self._text.append(self._stops.flush())
 
     def rank(self) -> tuple[bool, bool, float]:
-        """Sort key, smaller is better: failed ones first, aborted ones last, others by cumulative log-probability."""
+        """Sort key, smaller is better: failed ones first, aborted ones last, others by cumulative log-probability. For
+        `best_of`."""
         reason = self.finish_reason
         return reason is FinishReason.ABORT, reason is not FinishReason.ERROR, -self._cumulative_logprob
 

@@ -1,5 +1,3 @@
-"""Streams of outputs to asyncio consumers, and delivery of one core message to them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -42,7 +40,7 @@ class OutputStream:
         """Future that `get` awaits."""
 
     def put(self, output: RequestOutput) -> None:
-        """Queue an output. It may be shared and is not modified."""
+        """Queue an output for its caller. It may be shared and is not modified."""
         if not self._delta:
             self._waiting.clear()
         # A damaged output becomes an error for the consumer, so it is not merged with earlier outputs.
@@ -80,7 +78,7 @@ class OutputStream:
 
 
 class MergedOutput:
-    """Consecutive deltas of one request, joined in linear time."""
+    """Consecutive deltas of one request, joined in linear time. For a caller slower than the engine."""
 
     def __init__(self, first: RequestOutput) -> None:
         self._last = first
@@ -170,7 +168,8 @@ class _PackedLogprobs:
 
 
 class StatsListener:
-    """Observer, on the event loop, of everything that enters and leaves the engine. Override the methods you need."""
+    """Observer, on the event loop, of everything that enters and leaves the engine. Override the methods you need.
+    /metrics and the live view are listeners."""
 
     def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
         """A request is about to be sent to the core, on its own task. request_id: the caller's. text: prompt's
@@ -226,7 +225,7 @@ async def last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenera
 
 
 async def all_of(running: Sequence[Awaitable[T]]) -> list[T]:
-    """All results in order. If one fails, the others are cancelled."""
+    """Await several calls; all results in order. If one fails, the others are cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_awaited(each)) for each in running]
     return [task.result() for task in tasks]

@@ -1,4 +1,4 @@
-"""Joint sending of the outputs of short steps, which costs the front end about as much as one output."""
+"""Joint sending of short steps' outputs, which costs the front end little more than one output."""
 
 from __future__ import annotations
 

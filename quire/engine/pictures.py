@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from quire.multimodal.videos import AnyVideoProcessor
 
 MAX_FETCHES = 8
-"""Pictures fetched from URLs at the same time."""
 OBJECT_BYTES = 2**20
 """Size in bytes that a picture object counts for in the queue."""
 _HELPER = "quire.multimodal.preparing:prepare_file"
@@ -39,14 +38,14 @@ _VIDEOS = msgspec.msgpack.Decoder(ReadyVideo)
 
 
 class ThreadedNames(OwnNames):
-    """Names over pictures of this process, which are copied outside the event loop."""
+    """Content names (hashes) of pictures decoded in this process, which are copied outside the event loop."""
 
     async def put(self, name: bytes, image: Any) -> None:
         await asyncio.to_thread(self._pictures.put, name, image)
 
 
 class Pictures:
-    """Makes pictures ready. Helper processes decode files; results are cached by content."""
+    """Makes pictures ready. Helper processes decode files; results are cached by content. One per front end."""
 
     def __init__(self, front_end: FrontEnd, threads: FairThreads) -> None:
         """threads: pool that waits for the helpers."""

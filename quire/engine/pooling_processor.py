@@ -1,5 +1,4 @@
-"""Pooling requests: texts to EngineRequests, and the model's vectors to callers' results, with truncation,
-normalisation and activation."""
+"""Pooling requests: texts to EngineRequests, and vectors to callers' results."""
 
 from __future__ import annotations
 
@@ -233,7 +232,7 @@ def normalized(vector: list[float]) -> list[float]:
 
 
 def activated(logits: list[float], activation: Activation) -> list[float]:
-    """Apply the activation to a classifier's logits."""
+    """Apply the activation to a classifier's logits. Sigmoid, softmax or none."""
     if activation == "identity":
         return logits
     if activation == "sigmoid":
@@ -246,8 +245,8 @@ def activated(logits: list[float], activation: Activation) -> list[float]:
 
 
 class PooledTokens(NamedTuple):
-    """Token ids of a pooled text or pair. second_segment: position of the first token of type 1; 0: all are of type
-    0."""
+    """Token ids of a pooled text or pair. second_segment: position of the first token of type 1; 0: all are of type 0.
+    For the core's request."""
 
     token_ids: list[int]
     second_segment: int

@@ -1,5 +1,4 @@
-"""Engine process: reads messages, drives the core, sends outputs and sleeps when idle. ProcessClient starts it and
-writes a LaunchSpec to its stdin."""
+"""Engine process, started by ProcessClient: reads messages, drives the core, sends outputs, sleeps when idle."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _IDLE_SECONDS = 1.0
 
 
 class Channel:
-    """Process's two sockets and its wake-up for signals, for the main thread only."""
+    """An engine process's two sockets to its parent and its wake-up for signals, for the main thread only."""
 
     def __init__(self, directory: RuntimeDirectory) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

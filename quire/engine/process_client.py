@@ -31,10 +31,10 @@ logger = get_logger(__name__)
 DEFAULT_STARTUP_TIMEOUT = 1800.0
 """Time limit in seconds for a start that hangs; a death is noticed at once."""
 CRASH_FILE = "crash"
-"""File of the runtime directory with the process's Python stack after a fatal signal."""
+"""File in the runtime directory with the Python stack after a fatal signal."""
 
 _LAST_WORDS_MILLISECONDS = 50
-"""Milliseconds to wait for messages sent just before the process's end."""
+"""Milliseconds to wait for a dead process's last messages."""
 _EXIT_SECONDS = 5.0
 
 

@@ -1,5 +1,3 @@
-"""Questions among the processes of a server: a session asks a service of the parent, or another session."""
-
 from __future__ import annotations
 
 import asyncio

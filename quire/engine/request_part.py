@@ -47,7 +47,7 @@ class Backlog:
             self.progress = (decayed(self.progress, now) * RATE_SECONDS + num_tokens, now)
 
     def discard(self, key: str) -> int:
-        """Forget a request that ended or got an output; returns its tokens."""
+        """Forget a request that ended or got an output; returns its tokens. Called at each end."""
         num_tokens = self._prompts.pop(key, 0)
         self.num_tokens -= num_tokens
         return num_tokens
@@ -70,7 +70,8 @@ def decayed(progress: tuple[float, float], now: float) -> float:
 
 
 class RequestPart(Protocol):
-    """One of several engine requests that serve one caller's request."""
+    """One of several engine requests that serve one caller's request. Such as one choice of `n` or one prompt of
+    several."""
 
     @property
     def group(self) -> object:
@@ -87,7 +88,8 @@ class RequestPart(Protocol):
 
 
 class Preparations:
-    """Requests being tokenised or with waiting parts. A request of several parts counts once."""
+    """Counter of a front end's requests that are being tokenised or have waiting parts, before the engine knows them. A
+    request of several parts counts once."""
 
     def __init__(self) -> None:
         self._num_waiting: Counter[object] = Counter()

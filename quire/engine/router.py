@@ -1,5 +1,5 @@
 """Routers choose a replica per request from the replicas' reports and their own choices since. The fleet reports before
-each request (quire/engine/fleet.py), the simulator at a fixed interval."""
+each request, the simulator at fixed intervals."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from quire.errors import UserError, nearest_name
 from quire.request import EngineRequest
 
 SLACK = 1.25
-"""Factor of the mean load up to which a replica takes requests of prefixes that it was sent before."""
+"""Factor of the mean load up to which a replica takes requests of prefixes that it has."""
 SLACK_REQUESTS = 4
 """Requests added to that bound."""
 PREFIX_TOKENS = 256
 """Number of first tokens that identify a shared prefix."""
 MAX_BEGINNINGS = 16384
-"""Maximum number of longer beginnings that a router remembers."""
+"""Maximum longer beginnings that a router remembers."""
 
 
 class Router(Protocol):
-    """Rule that chooses a replica for each request, numbered from 0; equal histories give equal choices."""
+    """Rule by which a fleet or simulator chooses a replica for each request, numbered from 0; equal histories give
+    equal choices."""
 
     needs_reports: bool
     """True if the choice depends on the reports."""
@@ -56,7 +57,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Replica with the fewest requests; ties go to the next after the last choice."""
+    """Router to the replica with the fewest requests; ties go to the next after the last choice."""
 
     needs_reports = True
 

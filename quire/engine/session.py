@@ -61,7 +61,7 @@ class Outbox:
         return bool(self._unsent)
 
     def put(self, message: AddRequest, fail: Callable[[QuireError], None]) -> None:
-        """Send a request at the end of this turn; `fail` is called if that fails."""
+        """Send a request at this turn's end; `fail` is called if that fails."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self.flush)
         self._unsent.append((message, fail))
@@ -89,7 +89,8 @@ class Outbox:
 
 
 class Session:
-    """Requests and calls of one front end, on one event loop at a time."""
+    """Open requests and calls of one AsyncLLM: sends them to its engine and hands out the outputs, on one event loop at
+    a time."""
 
     def __init__(self, client: EngineClient, outputs: OutputProcessor, texts: FrontEndTexts) -> None:
         """outputs: output processor, used under the lock."""

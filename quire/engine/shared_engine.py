@@ -1,5 +1,5 @@
 """One fleet for several front-end processes (sessions, quire/engine/shared_client.py): the sockets between them. The
-ledger (quire/engine/fleet.py) knows the session of each request; engines do not."""
+ledger knows each request's session; engines do not."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class _Number(Generic[T]):
 
 @dataclass(slots=True)
 class ControlState:
-    """Front end's knowledge of the engine. num_running, num_running_live: requests, and those outside the background,
-    in the last snapshot."""
+    """Front end's knowledge of the engine: sleep, pause and load. num_running, num_running_live: requests, and those
+    outside the background, in the last snapshot."""
 
     is_asleep: bool = False
     sleep_level: int = 0
@@ -85,7 +85,7 @@ class Loads:
         own[self._CLOSED], own[self._BEAT] = num_closed, self._now()
 
     def take_slot(self, slot: int, pid: int) -> None:
-        """Reset a slot's numbers for a new process with this pid."""
+        """Reset a slot's numbers for a new process with this pid. slot: index of a process."""
         cells = self._cells.slots[slot]
         for place in range(self._NUM_CELLS):
             cells[place] = 0.0
@@ -131,7 +131,8 @@ class Loads:
 
 
 class SharedState:
-    """Shared state of a server. Every process must make it before it asks `numbers` for anything else."""
+    """Memory that all API processes of a server map: loads, engine state, clock. Every process must make it before it
+    asks `numbers` for anything else."""
 
     def __init__(self, numbers: Numbers, clock: Clock | None = None) -> None:
         """State in memory that all processes of a server map. clock: one scale for all of them."""

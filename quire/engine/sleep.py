@@ -1,6 +1,6 @@
 """Sleep and pause of an engine. Sleep frees memory: level 1 keeps the weights (in host memory, for a device), level 2
-drops them; both drop the KV cache. A pause starts nothing new and keeps the state. Scope `new` holds requests that have
-not started; `all` also suspends running ones, which keep their blocks."""
+drops them; both drop the KV cache. A pause keeps the engine's state: scope `new` holds unstarted requests; `all` also
+suspends running ones, which keep their blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ LEVELS = {"1": 1, "2": 2}
 PARTS = ("weights", "kv_cache")
 """Parts of an engine that sleep, in their order of waking."""
 SCOPES = ("new", "all")
-"""Scopes of a pause: requests that have not started, or all."""
 
 
 def part_of(tags: Collection[str] | None) -> str:
@@ -31,7 +30,7 @@ class Cache(Protocol):
 
 
 class Requests(Protocol):
-    """Interface to the scheduler's requests and registered prefixes."""
+    """Part of the scheduler (requests, registered prefixes) that Sleep and Pause use."""
 
     @property
     def kv(self) -> Cache: ...
@@ -45,7 +44,7 @@ class Requests(Protocol):
 
 
 class Sleep:
-    """Sleeping and waking of an engine core. level: 0 awake, 1 or 2 asleep."""
+    """Sleeping and waking of an engine core. level: 0 awake, 1 or 2 asleep. The core's control calls use it."""
 
     def __init__(self, executor: Executor, scheduler: Requests, finish_transfers: Callable[[], bool]) -> None:
         """finish_transfers: completes the KV connector's transfers; returns whether nothing is left."""

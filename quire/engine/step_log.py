@@ -30,8 +30,8 @@ Entry = TypeVar("Entry")
 
 
 class StepLogHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """First line of the log. weights: storage type of the layers' matrices. backend: executor's description of
-    itself."""
+    """First line of a step log, which `quire calibrate` reads. weights: storage type of the layers' matrices. backend:
+    executor's description of itself."""
 
     version: int
     model: str
@@ -143,7 +143,7 @@ class _EndedStep(NamedTuple):
 
 
 class _Lines:
-    """File of JSON lines. A full disk ends the log, not the engine."""
+    """Step log's file of JSON lines. A full disk ends the log, not the engine."""
 
     def __init__(self, path: Path) -> None:
         self._encoder = msgspec.json.Encoder()

@@ -18,7 +18,7 @@ from quire.utils.fair_threads import FairThreads
 INLINE_CHARACTERS = 20_000
 """Length from which a text is tokenised on another thread."""
 MAX_LONG_TEXTS = 2
-"""Long texts and conversations that a front end tokenises at the same time."""
+"""Long texts and conversations that a front end tokenises at once."""
 LONG_WORK = 2 * 2**20
 """Characters or bytes above which a text never takes the last thread."""
 SHORT_CONVERSATION_BYTES = 64 * 2**10
@@ -33,7 +33,6 @@ class FrontEndTexts:
     def __init__(self, front_end: FrontEnd, clock: Clock | None = None) -> None:
         """clock: measures the waiting time of conversations."""
         self.helpers = front_end.helpers
-        """Helper processes; None if the model has no tokenizer."""
         self._front_end = front_end
         self._clock = clock or SystemClock()
         self._text_threads = FairThreads(MAX_LONG_TEXTS, "quire-text", long_size=LONG_WORK)

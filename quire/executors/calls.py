@@ -1,5 +1,4 @@
-"""Calls to ranks over any transport. Calls go out in order, and answers come back. A rank that ends, for any reason,
-ends the others."""
+"""Calls to ranks over any transport. Calls go out in order. A rank that ends, for any reason, ends the others."""
 
 from __future__ import annotations
 
@@ -21,12 +20,13 @@ from quire.executors.wire import decode, encode
 from quire.step import SamplingInputs, StepPlan, StepResult
 
 GRACE_SECONDS = 2.0
-"""Seconds after a rank's error for the other ranks to answer or to be found ended. After it they count as waiting for
-the failed rank, and are ended."""
+"""Seconds after a rank's error for the others to answer; then they count as waiting for the failed rank, and are
+ended."""
 
 
 class PendingCall:
-    """Call that went to every rank. decode: decodes an answer's body. answers: in rank order, None: not yet."""
+    """Call (a plan or method) that went to every rank, until all have answered. decode: decodes an answer's body.
+    answers: in rank order, None: not yet."""
 
     def __init__(self, method: str, decode: Callable[[msgspec.Raw], Any], num_ranks: int) -> None:
         self.method = method
@@ -72,7 +72,7 @@ class Pulse(Protocol):
     """Signs of life of one rank: seconds since the last, and whether its process is stopped."""
 
     def feel(self) -> VitalSigns:
-        """Read the signs since the last call."""
+        """Read the rank's signs since the last call, when the engine asks."""
         ...
 
     def close(self) -> None: ...
@@ -87,8 +87,7 @@ class RankCalls(ABC):
         self._decode_result = msgspec.msgpack.Decoder(StepResult).decode
         self._sending = threading.Lock()
         self._lock = threading.Lock()
-        """Guards the three attributes below. Never held while a message is sent: a rank that cannot send does not read
-        either."""
+        """Guards the three attributes below; never held while sending, as a rank that cannot send does not read."""
         self._pending: deque[PendingCall] = deque()
         self._death: EngineDeadError | None = None
         self._is_closed = False
@@ -106,7 +105,8 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _arrived(self, seconds: float | None) -> Iterable[tuple[int, bytes | None]]:
-        """Wait for at most `seconds` (None: for ever). Messages since the last call; None for a rank that has ended."""
+        """Wait for at most `seconds` (None: for ever). Returns (rank, message) since the last call; None for a rank
+        that has ended."""
 
     @abstractmethod
     def _explain_exit(self, rank: int) -> str:

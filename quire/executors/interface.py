@@ -1,5 +1,3 @@
-"""Interface between the engine core and the executor, which runs the model on one or more workers."""
-
 from __future__ import annotations
 
 import math
@@ -28,7 +26,8 @@ class VitalSigns(NamedTuple):
 
 
 class StepFuture(Protocol):
-    """Future result of a plan: `concurrent.futures.Future`, or one completed only when it is asked."""
+    """Future result of a plan: `concurrent.futures.Future`, or one completed only when it is asked. The engine core
+    waits for it."""
 
     def done(self) -> bool: ...
 
@@ -46,7 +45,8 @@ class StepFuture(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans on one or more workers, strictly in order. Life: load, profile, allocate, execute ..., shutdown."""
+    """What the engine core calls: runs plans on one or more workers, strictly in order. Life: load, profile, allocate,
+    execute ..., shutdown."""
 
     def load_model(self) -> list[LayerSpec]:
         """Load the model; return each layer's contents of the KV cache. Raises ModelLoadError."""
@@ -93,7 +93,8 @@ class Executor(Protocol):
         ...
 
     def idle(self) -> bool:
-        """Do a piece of deferred work, while no plan is outstanding; returns whether there was any."""
+        """Do a piece of deferred work, while no plan is outstanding; returns whether there was any. The idle core calls
+        it."""
         ...
 
     def vital_signs(self) -> VitalSigns:
@@ -122,13 +123,14 @@ class Executor(Protocol):
 
 @runtime_checkable
 class KeepsTime(Protocol):
-    """Executor whose engine uses the executor's clock, not the system's."""
+    """Executor (a simulator's) whose engine uses the executor's clock, not the system's."""
 
     agreed_clock: Clock
 
 
 class Workers(Protocol):
-    """Ranks of one model over any transport. Every call goes to all of them, in the same order."""
+    """Ranks of one model over any transport. Every call goes to all of them, in the same order. RankedExecutor calls
+    it."""
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `Executor` (not `execute`) on every rank; the results in rank order. Raises the first rank's

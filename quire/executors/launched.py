@@ -1,6 +1,6 @@
 """One rank in a process of a launcher such as torchrun: each process runs the whole engine on the same inputs. Engines
-decide on shared values alone: the first rank's clock, the least memory and the highest measured costs. Each look at the
-clock compares the plans."""
+decide on shared values alone: the first rank's clock, the least memory, the highest costs. Each look at the clock
+compares the plans."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AgreedClock:
         self._digest = 0
 
     def note(self, plan: bytes) -> None:
-        """Note that this rank begins a plan."""
+        """Add a plan that this rank begins to its digest, which `now` compares with the first rank's."""
         self._digest = zlib.crc32(plan, self._digest)
 
     def now(self) -> float:
@@ -58,7 +58,8 @@ class AgreedClock:
 
 
 class LaunchedRank(LocalExecutor):
-    """Implements `Executor`, for one of several engines that run in step."""
+    """Executor of one of several equal engines, one per rank, that a launcher such as torchrun started and that run in
+    step."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Return when all ranks have met. Raises ConfigError if the launcher started another number of processes than

@@ -156,7 +156,7 @@ class LocalExecutor:
 
 
 class WorkerThread:
-    """Runs calls on one daemon thread, which holds a reference only to the call it runs."""
+    """Runs a worker's calls in order on one daemon thread, which holds a reference only to the call it runs."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]

@@ -47,7 +47,7 @@ class Links:
         self._behind = {rank: LinkFiles.create(slot_bytes) for group in stages for rank in group[:-1]}
 
     def of_rank(self, rank: int) -> tuple[LinkFiles | None, LinkFiles | None]:
-        """Links from the stage before and to the next stage."""
+        """Files of the links from the pipeline stage before and to the next one; None at the ends."""
         group = self._mesh.group_of(rank, "pp")
         place = group.index(rank)
         return (self._behind[group[place - 1]] if place else None), self._behind.get(rank)

@@ -43,8 +43,7 @@ JOIN = "join"
 """First call: its answer says that all ranks have met."""
 EXECUTE = "execute"
 LAUNCH, SAMPLE = "launch", "sample"
-"""Replacement of EXECUTE for a plan that expects sampling inputs: runs the forward pass now, and samples when they
-come."""
+"""Message like EXECUTE for a plan that expects sampling inputs: forward pass now, samples when they come."""
 STEPS = (EXECUTE, LAUNCH, SAMPLE)
 
 
@@ -77,7 +76,7 @@ class RankEnds(NamedTuple):
     network: NetworkMeeting | None = None
 
     def meeting_of(self, name: str) -> Path | NetworkMeeting:
-        """Meeting point of some of the stage's ranks."""
+        """Meeting point, by name, at which some of the stage's ranks form a group."""
         whole = self.meeting_point
         return whole.with_name(f"{whole.name} {name}") if isinstance(whole, Path) else whole.of(name)
 
@@ -99,7 +98,7 @@ class RankError(msgspec.Struct, array_like=True):
 
 
 class RankAnswer(msgspec.Struct, array_like=True):
-    """Result of a call. body: StepResult, or the method's result."""
+    """Message from a rank to the engine: result of its oldest call. body: StepResult, or the method's result."""
 
     body: msgspec.Raw
     error: RankError | None = None
@@ -187,7 +186,7 @@ class Rank:
         return self._launched
 
     def _own_part(self, result: StepResult) -> StepResult:
-        """The part of a result that the first sampling rank does not send, with a checksum of its samples."""
+        """Part of a result that the first sampling rank does not send, with a checksum of its samples."""
         checksum = zlib.crc32(self._results.encode((result.token_ids, result.pooled)))
         if self._answers_in_full:
             result.checksum = checksum

@@ -1,4 +1,4 @@
-"""Executor of a model on several ranks: each call goes to all of them, and their answers become one."""
+"""Executor of a model on several ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SampledTokens:
         """Guards the results, which come on another thread than plans."""
         self._known: list[tuple[int, int]] = []
         self._awaited: dict[int, list[int | None]] = {}
-        """Step -> the sequences that it samples; None: the sequence needs no token any more."""
+        """Step -> sequences that it samples; None: it needs no token any more."""
 
     def bring(self, plan: StepPlan) -> StepPlan:
         with self._lock:
@@ -53,7 +53,7 @@ class SampledTokens:
 
 
 class RankedExecutor:
-    """Implements `Executor` with `Workers` on one host."""
+    """Executor over several ranks (`Workers`): sends calls to all, makes one result of theirs."""
 
     def __init__(self, workers: Workers, num_stages: int = 1) -> None:
         """num_stages: stages of a pipeline, each an equal run of neighbouring ranks."""
@@ -120,7 +120,7 @@ class RankedExecutor:
         return [layer for first in found[:: len(found) // self._num_stages] for layer in first]
 
     def idle(self) -> bool:
-        """Return False: no rank has deferred work. Raises EngineDeadError if a rank has ended, so that an idle engine
+        """Return False: no rank has deferred work. Raises EngineDeadError if a rank has ended, so an idle engine
         notices it."""
         self._workers.check()
         return False
@@ -210,7 +210,7 @@ class TransferReports:
         self._releases: Counter[int] = Counter()
 
     def reduce(self, reports: Sequence[TransferReport | None]) -> TransferReport | None:
-        """reports: one step's, in rank order. Returns None if no rank has one."""
+        """Merge the ranks' reports of one step. reports: in rank order. None if no rank has one."""
         new = [(rank, report) for rank, report in enumerate(reports) if report is not None]
         if not new:
             return None

@@ -1,4 +1,4 @@
-"""Actor of one rank: runs an executor of its own, in a process that Ray starts on one of its nodes."""
+"""Actor of one rank, which Ray starts on a node."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ class RayRank:
         return self._progress.byte()
 
     def live(self) -> None:
-        """Block until the actor ends, so that the engine notices its end."""
+        """Block until the actor ends, so the engine notices its end."""
         threading.Event().wait()

@@ -40,12 +40,12 @@ for _root in _ROOTS:
 
 
 def encode(value: object) -> bytes:
-    """Value as bytes. Raises TypeError for an unsupported value."""
+    """Encode a message between engine and ranks as msgpack. Raises TypeError for an unsupported value."""
     return msgspec.msgpack.encode(_plain(value))
 
 
 def decode(data: bytes) -> Any:
-    """Value given to `encode`; mappings come back as dictionaries."""
+    """Value given to `encode`; mappings come back as dictionaries. Inverse of `encode`."""
     return _restored(msgspec.msgpack.decode(data))
 
 

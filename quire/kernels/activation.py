@@ -1,5 +1,5 @@
 """Activation functions by config.json's names. Built from operations whose vectorised and scalar forms agree bit for
-bit (docs/decisions/0002-batch-invariance.md)."""
+bit."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class StatePart:
 class ConvolutionWeights:
     """Causal convolution per channel. kernel: [width, channels] float32, last row for the token itself; bias:
     [channels] float32 or None. activation: name in `kernels/activation.py`, or None. layer, offset: place of the last
-    inputs in a page. num_spare: inputs kept beyond width - 1, so that as many tokens can be taken back."""
+    inputs in a page. num_spare: inputs kept beyond width - 1, so as many tokens can be taken back."""
 
     kernel: torch.Tensor
     bias: torch.Tensor | None

@@ -1,5 +1,4 @@
-"""Mixtures of experts in torch: the reference of the kernels, and the fallback without one. A row's bits do not depend
-on the rest of the step."""
+"""Mixtures of experts in torch: the reference of the kernels, and the fallback without one."""
 
 from __future__ import annotations
 

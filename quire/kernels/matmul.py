@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 ROWS = 16
-"""Rows computed at a time. torch's CPU products order additions by the number of rows; with a fixed number, each row
-has the same bits."""
+"""Rows computed at a time. torch's CPU products order additions by their number; a fixed one gives each row the same
+bits."""
 
 
 def padded_rows(num_rows: int) -> int:

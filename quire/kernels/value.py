@@ -14,8 +14,7 @@ Value: TypeAlias = Union["torch.Tensor", "Buffer"]
 """Values of a model's rows: a tensor [T, width], or its placeholder while a program is recorded."""
 
 AnyValue: TypeAlias = Any
-"""Value, Indices or ReadRows argument of an operation, in its back end's own kind, the same for all values of a
-model."""
+"""Value, Indices or ReadRows argument of an operation, of its back end's kind."""
 
 Indices: TypeAlias = Union["torch.Tensor", "RecordedIndices"]
 """Token ids or positions, [T] int64, or their placeholder."""

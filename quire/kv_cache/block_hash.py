@@ -1,7 +1,7 @@
 """Chained content hashes of full blocks: equal hashes mean equal tokens from position 0 on, in the same tenant. h(-1) =
 SHA-256(root label, salt); h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32, extra keys of block i,
-each after its length as little-endian uint32). Extra keys are other dependencies of the content, such as the image at a
-placeholder. Values are equal in every process."""
+each after its length as little-endian uint32). Extra keys: other dependencies of the content, such as a placeholder's
+image."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class HashChain:
     __slots__ = ("_block_size", "_extra_keys", "hashes")
 
     def __init__(self, block_size: int, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> None:
-        """Chain for one sequence. extra_keys: block index -> further dependencies of its content."""
+        """Chain of a new sequence; block_size in tokens, salt: scope of sharing. extra_keys: block index -> further
+        dependencies of its content."""
         self._block_size = block_size
         self._extra_keys = extra_keys
         root = hashlib.sha256(_ROOT_LABEL + salt.encode()).digest()
@@ -51,7 +52,8 @@ class HashChain:
         """hashes[0] is the root's, hashes[i + 1] block i's."""
 
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Hash the sequence's first `num_blocks` blocks; `token_ids` must have their tokens."""
+        """Hash the sequence's first `num_blocks` blocks; `token_ids` must have their tokens. No effect on blocks hashed
+        before."""
         hashes, size, extra_keys = self.hashes, self._block_size, self._extra_keys
         first = len(hashes) - 1
         if num_blocks <= first:

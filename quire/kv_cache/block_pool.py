@@ -65,7 +65,7 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Add an owner. An evictable block becomes used again."""
+        """Add an owner (a table entry or a transfer). An evictable block becomes used again."""
         count = self.ref_counts[block]
         if count == 0:
             del self._evictable[block]
@@ -92,7 +92,8 @@ class BlockPool:
             self._free.append(block)
 
     def forget(self, block: int) -> None:
-        """Remove a block's content from the prefix index. A block without owners becomes free."""
+        """Remove a block's content from the prefix index. A block without owners becomes free. Used when the content is
+        in doubt."""
         for index in self._indexes:
             if block in index:
                 index.remove(block)
@@ -109,7 +110,8 @@ class BlockPool:
         return dropped
 
     def states(self) -> bytes:
-        """One byte per block: FREE_STATE, CACHED_STATE (evictable), or the number of owners, at most MOST_OWNERS."""
+        """One byte per block: FREE_STATE, CACHED_STATE (evictable), or the number of owners, at most MOST_OWNERS. For
+        snapshots (live view)."""
         try:
             states = bytearray(self.ref_counts).replace(b"\xff", b"\xfe")
         except ValueError:  # a count that no byte holds

@@ -4,7 +4,7 @@ from quire.kv_cache.block_hash import HashChain
 
 
 class BlockTable:
-    """Block tables of one sequence, one per group: logical index -> physical block. Owned by the manager."""
+    """Block tables of one sequence, one per group: logical index -> physical block. Only KVCacheManager changes it."""
 
     __slots__ = (
         "capacity",
@@ -25,17 +25,18 @@ class BlockTable:
         self.first_held = [0] * len(tables)
         """First entry of each group's table that may differ from `NULL_BLOCK`."""
         self.is_background = False
-        """True if its sequence is of a background request: others do not wait for its blocks."""
+        """True for a background request: others do not wait for its blocks."""
         self.num_committed = 0
         """Leading hash blocks offered to the prefix index."""
         self.pending_hash: bytes | None = None
         """Hash of the next block to offer, if its tokens are known."""
         self.tail_shared = False
-        """True if the last, partly filled block may have other owners: copy it before writing (paper §4.4)."""
+        """True if the last, partial block may have other owners: copy it before writing (paper §4.4)."""
 
 
 class BlockAllocation:
-    """Changes by `allocate_slots`, for the plan: appended blocks per group, replaced table entries, copies."""
+    """Changes of one sequence's tables by `allocate_slots`, which the plan tells the workers: appended blocks per
+    group, replaced table entries, copies."""
 
     __slots__ = ("copies", "new_blocks", "replaced", "tail_was_shared")
 
@@ -45,4 +46,4 @@ class BlockAllocation:
         self.replaced: list[tuple[int, int, int]] = []
         """(group, logical index, new block)."""
         self.copies: list[tuple[int, int]] = []
-        """(source, destination), one for each entry of `replaced`."""
+        """(source, destination), one per entry of `replaced`."""

@@ -1,6 +1,6 @@
 """Agreement of a model's KV groups on prefix hits and block counts. Content is hashed at the greatest common divisor of
-the groups' block sizes, the *hash block*. A group whose blocks are s hash blocks long names its block i by the hash of
-hash block (i + 1) * s - 1. A hit ends where every group has a full block."""
+the groups' block sizes, the *hash block*. A group with blocks of s hash blocks names block i by the hash of hash block
+(i + 1) * s - 1. A hit ends where every group has a full block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ UNLIMITED = 2**62
 
 
 class GroupManager(Protocol):
-    """Sequence's use of one KV group's blocks."""
+    """Rules of one kind of layers: which blocks of a KV group a sequence needs at a position. Stateless; used by
+    Coordinator."""
 
     block_size: int
     keeps_all: bool
@@ -33,7 +34,8 @@ class GroupManager(Protocol):
         ...
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """Upper bound of the blocks of a sequence of `num_tokens` that computes at most `max_chunk` tokens a step."""
+        """Upper bound of the blocks of a sequence of `num_tokens` that computes at most `max_chunk` tokens a step.
+        Admission reserves by it."""
         ...
 
 
@@ -62,7 +64,8 @@ class Coordinator:
         return sum(manager.most_blocks(num_tokens, max_chunk) for manager in self.managers)
 
     def num_kept_blocks(self, num_tokens: int) -> int:
-        """Number of full blocks of `num_tokens` tokens, over the KV groups that keep every block of a sequence."""
+        """Number of full blocks of `num_tokens` tokens, over the KV groups that keep every block of a sequence. Sizes
+        registered prefixes."""
         return sum(num_tokens // manager.block_size for manager in self.managers if manager.keeps_all)
 
     def blocks_of_siblings(self, num_shared: int, lengths: Sequence[int], max_chunk: int) -> int:
@@ -115,7 +118,7 @@ class Coordinator:
 
 def padding(groups: Sequence[KVGroup], block_bytes: int, num_tokens: int) -> float:
     """Unused share, between 0 and 1, of one sequence's blocks for `num_tokens` tokens: padding of pages, and pages that
-    a group with fewer layers leaves unused."""
+    a group with fewer layers leaves unused. `group_layers` chooses block sizes by it, reports show it."""
     held = unused = 0
     for group in groups:
         blocks = MANAGERS[group.spec.kind](group).most_blocks(num_tokens, 1)

@@ -1,5 +1,4 @@
-"""Second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
-its sequences, each block once."""
+"""Bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from quire.kv_cache.prefix_index import PrefixIndex
 
 
 class Footprint(NamedTuple):
-    """Blocks that swapping a request would move."""
+    """Numbers of blocks that swapping a request out would move; a preemption chooses by them."""
 
     num_blocks_out: int
     """Distinct blocks to copy to the host."""
@@ -24,7 +23,8 @@ class Footprint(NamedTuple):
 
 
 class HostPool:
-    """Blocks 1 to `num_blocks`; `NULL_BLOCK` means the same as in device tables.
+    """Host memory's blocks, 1 to `num_blocks`, for preempted sequences and KV connectors; `NULL_BLOCK` means the same
+    as in device tables.
 
     While a sequence is here, its `BlockTable.tables` name host blocks; its other attributes stay.
     """

@@ -1,7 +1,7 @@
 """Layout of one pool for all layers (docs/kv-cache.md): layers of a kind form groups of equal size, and a block serves
 one group. A physical block is `layers_per_group` pages of equal bytes; layer number j of every group uses tensor j.
-Kinds with more or fewer bytes per token get blocks of fewer or more tokens; a state's page is padded. Kernels use
-blocks of `block_size` tokens (the option), of which a page holds a whole number (quire/worker/block_tables.py)."""
+Kinds with more bytes per token get blocks of fewer tokens; a state's page is padded. A page holds a whole number of
+kernels' blocks of `block_size` tokens (the option)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NULL_BLOCK = 0
 """Block that is never handed out: table entries outside a sliding window point to it."""
 
 PADDING_GOAL = 0.05
-"""Largest padding, as a share of the pages' bytes, that ends the search for a size. Larger pages have less padding, but
-leave more slots of last blocks empty."""
+"""Padding, as a share of the pages' bytes, that ends the search for a size. Larger pages have less, but emptier last
+blocks."""
 MOST_GROWTH = 8
 """Largest factor between a page and its least size."""
 ALIGNMENT = 64
@@ -65,7 +65,7 @@ class KVCacheLayout:
 
     @property
     def token_groups(self) -> tuple[KVGroup, ...]:
-        """Groups that keep something of each token; the others keep states."""
+        """Groups that keep something of each token; the others keep states. Attention back ends use them."""
         return tuple(group for group in self.groups if group.spec.token_bytes)
 
     @property

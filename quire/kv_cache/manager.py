@@ -1,5 +1,4 @@
-"""KV cache manager, the scheduler's interface to the KV cache. Block ids are opaque to the scheduler. Every call
-either succeeds or changes nothing."""
+"""KV cache manager, the scheduler's interface to the KV cache. Every call succeeds or changes nothing."""
 
 from __future__ import annotations
 
@@ -94,7 +93,7 @@ class KVCacheManager:
         self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int] = ()
     ) -> tuple[int, int]:
         """(allocatable blocks left after `allocate_prefix` with this hit, blocks that the hit owns and that no later
-        step releases)."""
+        step releases). For admission."""
         free, held = self.pool.num_allocatable, 0
         if chain is not None and num_tokens:
             for size, table in zip(self._sizes, self._hit_tables(chain, num_tokens, token_ids), strict=True):
@@ -105,14 +104,16 @@ class KVCacheManager:
         return free, held
 
     def hit_blocks(self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int]) -> set[int]:
-        """Device blocks that a hit of `num_tokens` (see `allocate_prefix`) would own."""
+        """Device blocks that a hit of `num_tokens` (see `allocate_prefix`) would own. A preemption's plan counts them
+        as kept."""
         if chain is None or not num_tokens:
             return set()
         tables = self._hit_tables(chain, num_tokens, token_ids)
         return {block for table in tables for block in table if block != NULL_BLOCK}
 
     def num_freed_by(self, sequences: Iterable[BlockTable], kept: set[int]) -> int:
-        """Number of blocks, without those in `kept`, that freeing these sequences leaves without owners."""
+        """Number of blocks, without those in `kept`, that freeing these sequences leaves without owners. For planning
+        preemptions."""
         owners: Counter[int] = Counter()
         for blocks in sequences:
             for table in blocks.tables:
@@ -195,7 +196,7 @@ class KVCacheManager:
 
     def rollback(self, blocks: BlockTable, allocation: BlockAllocation) -> None:
         """Undo the last `allocate_slots` of a sequence; of several, the latest first. Blocks that left a sliding window
-        stay released."""
+        stay released. For a plan that preempts a sequence it had scheduled."""
         for (group, index, copy), (source, _) in zip(allocation.replaced, allocation.copies, strict=True):
             # A sibling still owns the source: it was copied because it was shared, and the last owner writes in place.
             self.pool.share(source)
@@ -242,7 +243,7 @@ class KVCacheManager:
 
     def cache_blocks(self, blocks: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make a sequence's full blocks below position `num_computed` findable in the prefix index; their tokens must
-        be known."""
+        be known. Called when a step's result has come."""
         chain = blocks.chain
         num_full = num_computed // self.hash_block_size
         if chain is None or num_full <= blocks.num_committed:
@@ -312,17 +313,19 @@ class KVCacheManager:
 
     @property
     def can_transfer(self) -> bool:
-        """True if the KV connector has work, and its next transfer need not wait for an earlier one."""
+        """True if the KV connector has work, and its next transfer need not wait for an earlier one. The engine core
+        then plans transfers alone."""
         return self.has_transfers and not self.awaits_transfers
 
     @property
     def knows_stored(self) -> bool:
-        """True after the KV connector's scan of the blocks stored before the start."""
+        """True after the KV connector's scan of the blocks stored before the start. The engine core waits for it before
+        the first request."""
         return self.connector.is_ready
 
     @property
     def awaits_transfers(self) -> bool:
-        """True if a request, or the KV connector's next order, waits for the end of a transfer."""
+        """True if a request, or the KV connector's next order, waits for a transfer's end."""
         return self.connector.must_wait or self.transfer_blocks.is_transferring
 
     def finish(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> None:
@@ -397,7 +400,8 @@ class KVCacheManager:
 
     @property
     def num_registered_empty_slots(self) -> int:
-        """Empty slots of registered blocks, over all groups."""
+        """Token slots that stay empty in registered prefixes' last blocks, over all groups; part of the waste that
+        EngineStats reports."""
         return sum(
             [
                 len(prefix.blocks.tables[group]) * size - prefix.num_tokens
@@ -408,8 +412,8 @@ class KVCacheManager:
 
     @property
     def num_used_slots(self) -> int:
-        """Number of token slots of used blocks: one for each token that a block has room for; a block of states has
-        one, always full."""
+        """Number of token slots of used blocks: one per token that a block has room for; a block of states has one,
+        always full."""
         return sum(map(mul, self.pool.num_used_of, self._slots_of_block))
 
     def num_always_shared(self, chain: HashChain, token_ids: Sequence[int]) -> int:

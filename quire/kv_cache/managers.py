@@ -1,5 +1,5 @@
-"""Rules of layer groups: needed blocks, and prefix hits. A state's block i holds the state after the last of its
-computed tokens, and is a snapshot once full; a state is a window of two tokens."""
+"""Rules of layer groups: needed blocks, and prefix hits. A state's block i holds the state after its last computed
+token, a snapshot once full; a state is a window of two tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FullManager:
         return 0
 
     def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """Blocks of the longest hit; any shorter one is a hit too."""
+        """Number of leading blocks found in the index; any shorter one is a hit too."""
         for block in range(num_blocks):
             if index.find(hashes[block]) is None:
                 return block
@@ -45,7 +45,7 @@ class SlidingManager:
         return max(0, position - self._window + 1) // self.block_size
 
     def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """Blocks of the longest hit, which needs only the blocks that the next query reads."""
+        """Number of blocks of the longest prefix hit, which needs only the blocks that the next query reads."""
         hit = num_blocks
         while hit > 0:
             first = self.first_needed_block(hit * self.block_size)

@@ -14,12 +14,13 @@ from quire.kv_cache.block_table import BlockTable
 
 class Findable(Protocol):
     def find(self, block_hash: bytes) -> int | None:
-        """Number of a block with this content; None: there is none."""
+        """Physical block with this content, None without one; asked as a prompt's hit is looked up."""
         ...
 
 
 class PrefixIndex:
-    """hash -> block id. A block has at most one hash, a hash at most one block (the first computed)."""
+    """One KV group's index of cached content: hash -> block id. A block has at most one hash, a hash at most one block
+    (the first computed)."""
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -62,11 +63,11 @@ class PrefixIndex:
 
 
 class PendingBlocks:
-    """hash -> sequence that computes the block (the first of several)."""
+    """hash -> running sequence that computes the block (the first of several); requests with the same prefix wait for
+    it (PendingPrefixGate)."""
 
     def __init__(self, stride: int) -> None:
-        """Index of full blocks that running sequences are about to commit. stride: hash blocks of a pending block;
-        every KV group has a full block at its end."""
+        """Start empty. stride: hash blocks of a pending block; every KV group has a full block at its end."""
         self._owners: dict[bytes, BlockTable] = {}
         self._stride = stride
 

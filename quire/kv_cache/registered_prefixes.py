@@ -1,6 +1,5 @@
-"""Registered prefixes (docs/prefixes.md): the paper's shared prefixes (§4.4). They own their blocks like sequences, so
-they are never evicted. `RegisteredPrefixes` finds the last, partly filled block, which is copied before a sequence's
-first write."""
+"""Registered prefixes (docs/prefixes.md): the paper's shared prefixes (§4.4). They own their blocks, so these are never
+evicted. The last, partial block is copied before a sequence's first write."""
 
 from __future__ import annotations
 

@@ -38,13 +38,14 @@ class MemoryProfile:
     device: DeviceShare | None = None
 
     def share(self, num_replicas: int) -> MemoryProfile:
-        """Share of one of several engines, where the first has measured."""
+        """One engine's share of a host's memory, where the first of `num_replicas` engines has measured it for all."""
         others = (num_replicas - 1) * self.weights
         return replace(self, available=max(0, self.available - others) // num_replicas)
 
     @property
     def free(self) -> int:
-        """Bytes for both pools; with a device, for the one there."""
+        """Bytes that device pool and host pool may take together; with a device's own memory, only the device
+        pool's."""
         kept = 0 if self.device is None else self.device.graphs + self.device.tables
         return self.available - self.activations - kept
 
@@ -53,7 +54,7 @@ class MemoryProfile:
         return self.free - device_pool if self.device is None else self.device.host_available
 
     def budget(self, utilization: float, swap_space: int) -> tuple[int, str]:
-        """(bytes for the pool, text that shows how they were computed)."""
+        """(bytes for the pool, text that shows how they were computed, for errors and logs)."""
         rest = f"{format_bytes(self.activations)} activations"
         if self.device is None:
             swap = f" - {format_bytes(swap_space)} swap space" if swap_space else ""
@@ -88,8 +89,8 @@ def size_pool(
     """Choose the numbers of blocks and return the layout. `num_blocks_override`, `kv_cache_memory` and `swap_space`
     need no `profile`. Otherwise the pool takes `memory_utilization` of the available memory (on a device: of its
     memory), less all other uses. The default swap space is DEFAULT_SWAP_SPACE, at most DEFAULT_SWAP_SHARE of free host
-    memory; neither exceeds what `max_num_seqs` full sequences use. Raises InsufficientMemoryError, with the arithmetic,
-    when a pool has no room for one block."""
+    memory; neither exceeds `max_num_seqs` full sequences. Raises InsufficientMemoryError, with the arithmetic, when a
+    pool has no room for one block."""
     if not groups:
         return KVCacheLayout(cache.block_size, 1, groups, layers_per_group)
     profile = None if profile is None else profile.share(cache.num_replicas)
@@ -136,7 +137,8 @@ def _tokens(groups: tuple[KVGroup, ...]) -> int:
 def _num_host_blocks(
     groups: tuple[KVGroup, ...], cache: CacheConfig, free: int, bytes_per_block: int, most_useful: int
 ) -> int:
-    """Number of host blocks for swapping. free: bytes of which the default takes its share."""
+    """Number of host blocks for swapping. free: bytes of which the default takes its share. most_useful: upper
+    bound."""
     if cache.swap_space == 0:
         return 0
     if cache.swap_space is not None:

@@ -1,7 +1,7 @@
 """KV specs: frozen values that say what one layer keeps in the KV cache.
 
-`kind` names the manager of its blocks (quire/kv_cache/coordinator.py). All kinds have `token_bytes` (0 for a state),
-`dealt_to` (ranks that keep a part of a sequence's tokens each), `page_bytes`, `page_shape`, and `window` or None.
+`kind` names the manager of its blocks. All kinds have `token_bytes` (0 for a state), `dealt_to` (ranks that keep a part
+of a sequence's tokens each), `page_bytes`, `page_shape`, and `window` or None.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class _KeyValueSpec:
         return block_size // self.dealt_to * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """[2, block_size, heads, dim], or [block_size, heads, key_dim + value_dim] if these differ."""
+        """[2, block_size, heads, dim], or [block_size, heads, key_dim + value_dim] if these differ. Shape of one
+        layer's part of a block."""
         if self.key_dim == self.value_dim:
             return 2, block_size, self.num_kv_heads, self.key_dim
         return block_size, self.num_kv_heads, self.key_dim + self.value_dim
@@ -43,7 +44,7 @@ class _KeyValueSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec(_KeyValueSpec):
-    """Full attention: keys and values of every token. dealt_to: ranks, of which each keeps a part of the tokens; a page
+    """Full attention: keys and values of every token. dealt_to: ranks, of which each keeps part of the tokens; a page
     then has fewer tokens than its block."""
 
     kind: ClassVar[str] = "full"
@@ -94,7 +95,7 @@ class LatentSpec:
         return block_size * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """[block_size, width + index_width]."""
+        """[block_size, width + index_width]: shape of one layer's part of a block."""
         return block_size, self.width + self.index_width
 
 
@@ -114,7 +115,7 @@ class StateSpec:
         return self.num_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """[bytes], because a page holds arrays of several dtypes."""
+        """[bytes], because a page holds arrays of several dtypes. One page holds one sequence's state in one layer."""
         return (self.num_bytes,)
 
 
@@ -125,7 +126,7 @@ def layer_spec(
     attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1, dealt_to: int = 1
 ) -> LayerSpec:
     """Spec of a layer on one of `num_ranks` ranks, which share heads while there are enough. dealt_to: ranks with the
-    same key heads that keep a part of the tokens each."""
+    same key heads that keep part of the tokens each."""
     if attention.kind == "state":
         return StateSpec(attention.state_bytes(num_ranks))
     if attention.kind == "latent":
@@ -144,7 +145,7 @@ def layer_specs(config: ModelConfig, num_ranks: int = 1, dealt_to: int = 1) -> l
 
 
 def head_specs(config: ModelConfig) -> list[LayerSpec]:
-    """Specs of a model's draft head: its first layer makes drafts."""
+    """KV-cache specs of a model's draft head (only its first layer makes drafts), for `quire plan`."""
     return _specs(config, config.shape.draft_layers[:1], 1)
 
 

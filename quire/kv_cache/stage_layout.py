@@ -1,4 +1,4 @@
-"""Layouts of pipeline stages: all have the same groups and block ids; a block has pages for the stage's layers only."""
+"""Layouts of pipeline stages: the same groups and block ids, pages for the stage's layers only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.kv_cache.layout import KVCacheLayout, KVGroup
 
 
 def pages_of(groups: Sequence[KVGroup], layers: range) -> list[int]:
-    """Number of a block's pages that at least one of these layers uses."""
+    """Number of a block's pages that at least one of these layers uses. Per KV group."""
     return sorted({page for group in groups for page, layer in enumerate(group.layers) if layer in layers})
 
 

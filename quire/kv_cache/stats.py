@@ -1,5 +1,4 @@
-"""Counters and gauges of the engine core, sent to the front end as one snapshot, and shares computed from them.
-docs/accounting.md defines the numbers of the KV cache."""
+"""Counters and gauges of the engine core, and shares computed from them (docs/accounting.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ NAMES = ("running_adapters", "waiting_adapters")
 
 
 class Load(NamedTuple):
-    """Statistics that take constant time, with EngineStats' fields, for callers that read them after every step."""
+    """The few statistics (requests, blocks) that take constant time, with EngineStats' fields, for callers that read
+    them after every step."""
 
     num_running: int
     num_waiting: int
@@ -24,7 +24,8 @@ class Load(NamedTuple):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Snapshot of the counters and gauges. Fields that end in `_total` only grow; the others are the present state."""
+    """Snapshot of the counters and gauges. Fields that end in `_total` only grow; the others are the present state.
+    Taken by `Scheduler.stats` for /metrics, live view and logs."""
 
     block_size: int = 0
     """Tokens for which a block has slots."""
@@ -55,8 +56,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_waiting: int = 0
     """Waiting requests, preempted ones included."""
     num_deferred: int = 0
-    """Waiting requests that a gate held back in the last pass (quire/scheduler/gates.py). The others wait for request
-    slots, blocks or tokens of a step."""
+    """Waiting requests that a gate held back in the last pass; others wait for slots, blocks or tokens."""
     num_preempted: int = 0
     num_swapped: int = 0
     """Preempted requests with blocks in the host pool."""
@@ -111,7 +111,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     running_adapters: list[str] = []
     waiting_adapters: list[str] = []
     max_encoder_tokens: int = 0
-    """Tokens of images whose features the workers keep at most, unless one image has more; 0: requests have none."""
+    """Limit of `num_encoder_tokens`, unless one image has more; 0: no images."""
     num_encoder_tokens: int = 0
     """Tokens of images whose features the workers keep."""
     encoded_images_total: int = 0
@@ -119,10 +119,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     encoder_seconds_total: float = 0.0
     """Seconds that the first worker has encoded images."""
     expert_counts: dict[int, list[int]] | None = None
-    """Layer with experts -> rows that each expert has computed since the start (option `expert_counts`, in answers to
-    the call `stats`). Ranks compute the same rows, which count once."""
+    """Layer with experts -> rows that each expert has computed since the start (option `expert_counts`, call `stats`),
+    once for all ranks."""
     expert_ranks: dict[int, list[list[int]]] | None = None
-    """Layer with experts -> experts on each rank now (option `enable_eplb`, in answers to the call `stats`)."""
+    """Layer with experts -> experts on each rank now (option `enable_eplb`, call `stats`)."""
 
 
 def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:

@@ -1,5 +1,5 @@
 """Low-rank adapters of linear layers: y = x W^T + scale * (x A^T) B^T, with A and B of the token's slot. Slots count
-from 1; 0 means no adapter; a token's slot is a step column of its request (ADAPTER_SLOTS)."""
+from 1, 0: no adapter; a step column (ADAPTER_SLOTS) holds a token's."""
 
 from __future__ import annotations
 

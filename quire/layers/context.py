@@ -22,7 +22,7 @@ from quire.quantization.interface import LinearMethod
 class LayerContext:
     """Context that every layer is built with. dtype, device: type and place of activations and norm weights.
     cache_dtype: dtype of keys and values, a key of CACHE_DTYPE_BYTES. group: ranks that share each layer. operations:
-    computes everything but linear maps and attention. linear, vocabulary, positions: storage methods of linear layers,
+    computes everything but linear maps and attention. linear, vocabulary, positions: storage of linear layers,
     vocabulary matrices, and position tables (and routers). expert_counts: counters of the experts' rows, or None.
     cache_scales: scales of an fp8 cache by layer. adapters: model's adapters, or None. stage: layers that this rank
     computes. expert_placement, balancer, dealt_to: see LoadConfig."""

@@ -81,7 +81,7 @@ class DeviceOperations(SharedOperations):
         require_equal_widths(heads, "triton")
 
     def upcast_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits unchanged, for the sampling kernels to convert."""
+        """Logits unchanged, for the sampling kernels to convert."""
         return x
 
 

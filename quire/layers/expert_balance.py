@@ -1,4 +1,4 @@
-"""Experts that change their ranks between steps, so that ranks compute equally many rows.
+"""Experts that change their ranks between steps, so ranks compute equally many rows.
 
 Experts are exchanged a few before each step. An expert's result does not depend on its rank.
 """
@@ -20,7 +20,7 @@ from quire.parallel.interface import ProcessGroup
 BYTES_A_STEP = 32 << 20
 """Bytes of experts sent before one step; one move is made in any case."""
 LARGEST_SHARE = Fraction(95, 100)
-"""Rows of the busiest rank after a change, as a share of those before, up to which it pays."""
+"""Share of the busiest rank's rows left by a change, up to which it pays."""
 
 
 class BalancedExperts:

@@ -1,6 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections around attention over latents. The cache
-holds one compressed vector and one rotated key per token. Keys and values are expanded only in prompts, with
-`expands_prompts`."""
+holds one compressed vector and one rotated key per token."""
 
 from __future__ import annotations
 

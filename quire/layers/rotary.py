@@ -1,7 +1,7 @@
 """Rotary position embeddings with every scaling of Transformers.
 
-Frequencies of dynamic NTK and longrope are fixed at those for `max_model_len` tokens, so results do not depend on
-chunking and caching; up to the trained length they equal Transformers'.
+Dynamic NTK and longrope have the frequencies for `max_model_len` tokens, so chunking and caching change nothing; up to
+the trained length they equal Transformers'.
 """
 
 from __future__ import annotations

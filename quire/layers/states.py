@@ -1,6 +1,6 @@
 """Layers with recurrent state (short convolution, gated delta rule, gated norm): their reference in torch. A page holds
-the state after a *border*, an absolute multiple of STATE_BORDER tokens, and the rows of later tokens. A token's
-additions and their order depend only on its position and sequence (docs/decisions/0032-states-at-borders.md)."""
+the state after a *border*, a multiple of STATE_BORDER tokens, and later tokens' rows
+(docs/decisions/0032-states-at-borders.md)."""
 
 from __future__ import annotations
 

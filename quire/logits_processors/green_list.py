@@ -1,6 +1,6 @@
-"""Watermark by green lists, and its detector: a stateless logits processor. A secret key gives each token a part of the
-vocabulary, its green list; a watermarked request gets a bonus for the tokens of the preceding token's list, and
-`z_score` measures how many there are beyond chance (Kirchenbauer et al., 2023). Load it with `--logits-processors
+"""Watermark by green lists, and its detector: a stateless logits processor. A secret key gives each token part of the
+vocabulary, its green list; a watermarked request gets a bonus for tokens of the preceding token's list; `z_score`
+measures their number beyond chance (Kirchenbauer et al., 2023). Load it with `--logits-processors
 quire.logits_processors.green_list:GreenList`, or a subclass with its own key. A request with `watermark` (true, or the
 bonus) is marked."""
 

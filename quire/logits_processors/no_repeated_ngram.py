@@ -1,6 +1,6 @@
 """No n-gram twice: a logits processor, and an example of one with a state for each row. Load it with
 `--logits-processors quire.logits_processors.no_repeated_ngram:NoRepeatedNgram`. A request with `no_repeat_ngram_size`
-gets no token that would complete an n-gram that its tokens, prompt included, already have."""
+gets no token that completes an n-gram of its tokens, prompt included."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Metric families of an engine: names, kinds, labels and sources of values.
 
-Families that vLLM has keep its names, labels and buckets (vllm/v1/metrics/loggers.py, 0.33).
+vLLM's families keep its names, labels and buckets (0.33).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Engine's metrics for Prometheus, one registry per server (names: quire/metrics/families.py).
 
-A scrape reads counters and gauges from the engine's last snapshot; requests and outputs feed the histograms.
+Counters and gauges come from the engine's last snapshot; requests and outputs feed histograms.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "rate_limit")
 """Reasons for refusing a request before the engine: two queue limits, and rate limits of a key."""
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-"""States by sleep level."""
 STEP_TOKENS = "iteration_tokens_total"
 ENGINE = "0"
 """Label `engine`: index among several engines of a server."""

@@ -1,6 +1,6 @@
 """Checkpoint scales for an 8-bit KV cache: one for a layer's keys, one for its values. compressed-tensors
-(`kv_cache_scheme`), ModelOpt (`kv_cache_quant_algo`) and vLLM name them differently; all mean stored = value / scale.
-Only e4m3 caches use them."""
+(`kv_cache_scheme`), ModelOpt (`kv_cache_quant_algo`) and vLLM name them differently; stored = value / scale. Only e4m3
+caches use them."""
 
 from __future__ import annotations
 

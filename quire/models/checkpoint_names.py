@@ -65,9 +65,9 @@ _PLAIN = re.compile(r"lm_head\.|model\.(?:layers|embed_tokens|norm)\.")
 def language_tensors(
     tensors: Iterable[tuple[str, SourceT]], where: object, draft_prefix: str = ""
 ) -> Iterator[tuple[str, SourceT]]:
-    """Language model's tensors in a multimodal checkpoint, under the names that they have in a text-only one:
-    `language_model.model.X`, `model.language_model.X` and `model.X`. The others are skipped, with a line in the log.
-    where: the checkpoint, for the log. draft_prefix: prefix of the draft head's tensors; "" without one."""
+    """Language model's tensors in a multimodal checkpoint, under a text-only one's names: `language_model.model.X`,
+    `model.language_model.X` and `model.X`. The others are skipped, with a line in the log. where: the checkpoint, for
+    the log. draft_prefix: prefix of the draft head's tensors; "" without one."""
     skipped: Counter[str] = Counter()
     for name, tensor in tensors:
         inner = _LANGUAGE_MODEL.fullmatch(name)

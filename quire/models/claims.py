@@ -1,5 +1,4 @@
-"""Checks of the model size claimed by config.json against files and memory, before anything of that size is
-allocated."""
+"""Checks of config.json's claimed model size against files and memory, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from quire.utils.sizes import format_bytes
 PLAIN_BITS = 16
 """Minimum bits per weight in an unquantised file."""
 SHARING = 2
-"""Maximum number of tensors that share memory in a `torch.save` file, such as an embedding and its tied head."""
+"""Maximum tensors that share memory in a `torch.save` file, such as an embedding and its tied head."""
 
 
 def excess(config: ModelConfig, model: LoadableModel, files: WeightFiles) -> str | None:

@@ -258,7 +258,6 @@ class LlamaLike(TextDecoder):
     """Rotary positions, RMSNorm before each block, gated MLP, grouped-query attention: LLaMA, Mistral, Qwen 2 and 3."""
 
     layer_class: type[LlamaLayer] = LlamaLayer
-    """Class of the layers."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         ropes = [usual_rope(config)] * config.num_layers

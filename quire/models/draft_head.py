@@ -1,5 +1,4 @@
-"""Draft head for multi-token prediction: layers after the model's last one that guess the token after the next. It
-takes a token's hidden state after the final norm and the embedding of the following token."""
+"""Draft head for multi-token prediction: layers after the model's last."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draft heads with checkpoints of their own: EAGLE and EAGLE-3, with LLaMA's layers.
 
-A head takes the model's hidden state of a token and the token after it, and guesses the token after that. Its embedding
-and output projection may be the model's.
+A head guesses from a token's hidden state and the next token the one after. Embedding and output projection may be the
+model's.
 """
 
 from __future__ import annotations

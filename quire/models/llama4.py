@@ -1,5 +1,4 @@
-"""LLaMA 4: chunked attention with head norms in rotated layers; the others see all positions, with queries scaled by
-position."""
+"""LLaMA 4: chunked attention with head norms in rotated layers; others see everything, queries scaled by position."""
 
 from __future__ import annotations
 

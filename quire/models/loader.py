@@ -79,8 +79,7 @@ def load_model(
     """Build and load the model of `config`. Floating-point checkpoints are converted to `config.dtype`, or quantised as
     `config.quantization` says, one matrix at a time. group: ranks that share each layer; this process loads its part.
     runtime: native CPU kernels; device_layers: Triton kernels; neither: plain torch. stage: layers to load. progress:
-    called as (bytes done, bytes in all). Raises ModelLoadError naming file and tensor for a checkpoint that is missing,
-    damaged or does not fit config.json."""
+    called as (bytes done, bytes in all). Raises ModelLoadError naming file and tensor."""
     assert runtime is None or device_layers is None, "a model computes in one way"
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
     elsewhere: frozenset[str] = frozenset()

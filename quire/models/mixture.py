@@ -55,7 +55,7 @@ _MIXTURES: Mapping[str, _Mixture] = {
 
 
 def mixture_block(config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots] | None:
-    """The experts of a layer and their slots by names inside it; None for a layer without any."""
+    """Experts of a layer and their slots by names inside it; None for a layer without any."""
     experts = config.shape.layers[layer].experts
     if experts is None:
         return None

@@ -1,5 +1,5 @@
-"""Recognition of Transformers modules whose code is known exactly, so that a kernel can replace them. A digest of
-`forward` decides; code with one different operation runs unchanged."""
+"""Recognition, by a digest of `forward`, of Transformers modules that a kernel can replace; other code runs
+unchanged."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from quire.quantization.file_tensor import FileTensor
 from quire.utils.safetensors_header import read_header
 
 MAPPED_BYTES = 2**24
-"""Bytes read before a file is mapped again. Pages stay resident as long as their mapping, so a single mapping would
-hold the model in memory twice."""
+"""Bytes read before a file is mapped again. Pages stay resident with their mapping: a single one would hold the model
+in memory twice."""
 
 
 class BytesRead:

@@ -65,7 +65,7 @@ class StagedModel:
         return self._model.columns
 
     def cache_specs(self) -> list[LayerSpec]:
-        """Specs of all layers of the model, so that all stages agree."""
+        """Specs of all layers of the model, so all stages agree."""
         return self._model.cache_specs()
 
     @property

@@ -1,5 +1,5 @@
-"""Heads that config.json ties to the embedding although the checkpoint differs, treated like Transformers: a different
-head is used on its own; a head without an embedding serves as both."""
+"""Heads that config.json ties to the embedding although the checkpoint differs, as in Transformers: a different head is
+used; one without an embedding serves as both."""
 
 from __future__ import annotations
 

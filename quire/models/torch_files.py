@@ -1,5 +1,4 @@
-"""Loading of `torch.save` files after a check of their pickles against a shorter list of names than `weights_only`
-allows."""
+"""Loading of `torch.save` files whose pickles use fewer names than `weights_only` allows."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ ALLOWED = frozenset(
         *(f"torch {kind}Storage" for kind in _STORAGES),
     }
 )
-"""Names for a table of dense tensors, as arguments of pickle's GLOBAL, the only look-up that torch's weights_only
-loader allows."""
+"""Names that a table of dense tensors needs, as arguments of pickle's GLOBAL, the only look-up allowed."""
 
 
 def read_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,5 +1,4 @@
-"""Models without a file here: Transformers' modelling code with this package's attention and linear layers. A run on
-shapes finds each attention's parameters and modules with a common input, to replace (`transformers_modules.py`)."""
+"""Models without a file here: Transformers' modelling code with this package's attention and linear layers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Inputs of a vision tower that depend only on the images' grids: attention ranges, interpolated positions, and
-rotations. Patches are in token order: the `merge_size` x `merge_size` patches of a token are neighbours."""
+rotations. A token's `merge_size` x `merge_size` patches are neighbours."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 def find_weights(directory: Path, load_format: str) -> WeightFiles | GGUFWeights:
     """Weight files of a directory, or a GGUF file: "auto" prefers safetensors to .bin to GGUF, and sharded to single
-    files. Raises ModelLoadError if there are none."""
+    files. Raises ModelLoadError if none."""
     if directory.is_file():
         if load_format not in ("auto", "gguf"):
             raise ModelLoadError(f"{directory} is a GGUF file, which load_format={load_format!r} does not read")

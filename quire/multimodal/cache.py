@@ -1,4 +1,4 @@
-"""Cache of prepared images and videos, so that a repeated file is not decoded again."""
+"""Cache of prepared images and videos, so a repeated file is not decoded again."""
 
 from __future__ import annotations
 

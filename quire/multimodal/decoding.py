@@ -29,7 +29,7 @@ MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YC
 MOST_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
 _JPEGS = ("JPEG", "MPO")
-"""Formats of JPEG files. MPO: several JPEGs, from telephones, found by Pillow's JPEG opener."""
+"""Formats of JPEG files. MPO: several JPEGs, from telephones."""
 
 
 def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, *, background: Color = WHITE) -> Pixels:

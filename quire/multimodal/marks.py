@@ -37,8 +37,8 @@ class ImageMarks:
         return cls(begin, end, lines)
 
     def written(self, token_ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
-        """Prompt with an image's tokens behind each `begin`, and the newlines and `end` around them, as if its text
-        had been tokenised with them. counts: tokens of each image, one for each `begin`."""
+        """Prompt with an image's tokens behind each `begin`, and the newlines and `end` around them, as if its text had
+        been tokenised with them. counts: tokens of each image, one per `begin`."""
         lengths = {token: count for count, token in self.lines.items()}
         found: list[int] = []
         run: list[int] = []

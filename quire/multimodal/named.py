@@ -35,8 +35,8 @@ class NamedPictures:
         self._num_bytes = 0
 
     def put(self, name: bytes, image: Any, digest: bytes = b"") -> None:
-        """Give a name to a picture, in place of its former one. image: file's bytes, or a program's picture, which is
-        copied. digest: the file's, for `holds`."""
+        """Give a name to a picture, in place of its former one. image: file's bytes, or a program's picture, copied.
+        digest: the file's, for `holds`."""
         image, size = (image, len(image)) if isinstance(image, bytes) else _copied(image)
         size += ENTRY_BYTES
         with self._lock:

@@ -1,7 +1,7 @@
 """Rotary positions in prompts with images (M-RoPE): frame, row and column of each token.
 
-A text token has three equal positions. An image's tokens have its first position plus their place in its grid. Parts of
-one video (`PromptImage.moment`) have the first part's rows and columns. Text continues behind the largest position.
+A text token has three equal positions; an image's tokens the first position plus their place in its grid; a video's
+parts (`PromptImage.moment`) the first's rows and columns. Text continues behind the largest.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 LAST_SEEN = "last_seen"
-"""Step column of models whose images' tokens see one another: position of the last token that a token sees."""
+"""Step column where images' tokens see one another: position of the last token that each sees."""
 ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
-"""Step columns of rotary positions."""
 
 
 def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple[int, bytes]]:
@@ -90,7 +89,7 @@ def row_fields(request: Placed) -> dict[str, Any]:
 
 
 def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
-    """Positions of the tokens from the first image to the end of the last, by column. images: at least one, in prompt
+    """Positions of the tokens from the first image to the last's end, by column. images: at least one, in prompt
     order."""
     start = images[0].start
     return {

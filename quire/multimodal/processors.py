@@ -1,6 +1,6 @@
 """Processing of pixels for a vision encoder: resizing, patches, normalization.
 
-A processor comes from a checkpoint's preprocessor_config.json. Results equal Transformers' with Pillow bit for bit.
+Processors come from preprocessor_config.json; results equal Transformers' with Pillow bit for bit.
 """
 
 from __future__ import annotations

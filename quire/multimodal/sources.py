@@ -15,7 +15,6 @@ from quire.errors import UserError
 DETAILS = ("auto", "low", "high", "original")
 """Values of an image's `detail`. Only "low" differs from the model's settings."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""Maximum of pixels in an image of low detail."""
 MAX_UUID = 1024
 """Maximum of characters in a client's name of an image."""
 IMAGE_OF_PART = {"image_url": "image_url", "input_image": "image_url"}

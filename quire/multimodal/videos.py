@@ -1,6 +1,6 @@
 """Videos of Qwen3-VL, Qwen 3.5 and Qwen2.5-VL: sampled frames, two of which are computed as one image.
 
-Sampling, sizes and times are those of Transformers' processor. PyAV decodes files (extra `videos`).
+Sampling, sizes and times are Transformers'. PyAV decodes files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ USUAL_FPS = 24.0
 """Frames a second of a list of frames without metadata, as in Transformers."""
 MOST_SECONDS = 3600
 MOST_DECODED = 2**34
-"""Largest number of pixels of all frames of a file."""
+"""Maximum pixels of all frames of a file."""
 VIDEO_SECONDS = 60.0
 """Processor time for one file in a helper, in seconds."""
 DECODER_BYTES = 2**30
@@ -40,7 +40,7 @@ COPIES = 6
 _VP8_SHOWN = 0x10
 """Bit of a VP8 frame's first byte; frames without it are not shown."""
 METADATA = ("fps", "frames_indices", "total_num_frames", "duration", "do_sample_frames", "video_backend")
-"""Keys beside frames, as in vLLM; the last and `duration` have no effect, `total_num_frames` for Qwen2.5-VL alone."""
+"""Keys beside frames, as in vLLM; the last and `duration` have no effect, `total_num_frames` only for Qwen2.5-VL."""
 _FILE, _JOINT_FILE, _VIDEOS = "video_preprocessor_config.json", "processor_config.json", "video_processor"
 _IMAGE_FILE = "preprocessor_config.json"
 

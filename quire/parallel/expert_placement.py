@@ -1,4 +1,4 @@
-"""Distribution of whole experts over ranks: arithmetic that every rank does alike, without tensors.
+"""Distribution of whole experts over ranks: arithmetic, alike on every rank.
 
 An expert may be on several ranks (its copies), at most once on each.
 """
@@ -90,7 +90,7 @@ def num_copies(placement: Placement, num_experts: int) -> list[int]:
 
 
 def places_of(placement: Placement, rank: int, num_experts: int) -> list[tuple[int, int, int]]:
-    """For each expert its slot on the rank, or ELSEWHERE, the number of its copies, and the rank's turn among them."""
+    """For each expert its slot on the rank, or ELSEWHERE, its copies' number, and the rank's turn among them."""
     holders: list[list[int]] = [[] for _ in range(num_experts)]
     for holder, own in enumerate(placement):
         for number in own:

@@ -26,7 +26,7 @@ class ProcessGroup(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, added in rank order on every rank (so that all hold the same bits)."""
+        """Sum over all ranks, added in rank order on every rank (so all hold the same bits)."""
         ...
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Ranks and their groups: arithmetic, without processes.
 
-Ranks are numbered with tensor parallelism fastest, then pipeline and data parallelism, so a replica is a run of
-consecutive ranks. Groups that share prompts lie between the two.
+Ranks are numbered with tensor parallelism fastest, then prompt sharing, pipeline and data parallelism: a replica is a
+run of ranks.
 """
 
 from __future__ import annotations

@@ -26,4 +26,4 @@ class SingleRank:
 
 
 SINGLE_RANK: ProcessGroup = SingleRank()
-"""The one instance: it has no state."""
+"""One instance: it has no state."""

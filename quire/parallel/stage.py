@@ -77,7 +77,7 @@ class NetworkLink:
 
         self._group = gloo(meeting, 1 - self._peer, 2)
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
-        """Sent tensors, which their sender may overwrite, so these are copies; each with what waits for its end."""
+        """Copies of sent tensors, which their sender may overwrite; each with what waits for its end."""
 
     def send(self, tensor: torch.Tensor) -> None:
         if len(self._under_way) == NUM_SLOTS:

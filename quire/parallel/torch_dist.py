@@ -1,5 +1,4 @@
-"""Collectives of torch.distributed over gloo: on the loopback interface for one host, on an address that the others
-reach for several."""
+"""Collectives of torch.distributed over gloo: on the loopback interface for one host, else on a reachable address."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch.distributed
 
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Guard only: the executor notices the end of a rank, and ends the ranks that wait for it."""
+"""Guard only: the executor ends ranks that wait for an ended one."""
 
 
 @dataclass(frozen=True)

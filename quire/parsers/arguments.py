@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_LITERAL = 65_536
-"""Maximum number of characters in a Python literal; longer arguments are strings."""
+"""Maximum characters in a Python literal; longer arguments are strings."""
 MAX_DEPTH = 32
 """Maximum depth of brackets in a Python literal."""
 MAX_SCHEMA_DEPTH = 16

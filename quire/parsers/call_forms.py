@@ -1,8 +1,7 @@
 """Tool calls as constraints: structural tags (docs/structured-output.md) of answers whose JSON arguments follow
 schemas.
 
-`schemas`: argument schemas of the tools that may be called. `parallel`: allow several calls; otherwise the answer ends
-with the first.
+`schemas`: argument schemas of callable tools. `parallel`: allow several calls; else the answer ends with the first.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from quire.parsers.reasoning import Break, Program, ThinkFormat, Thought
 
 
 class OutputParser:
-    """Parser of one output into content, reasoning and tool calls. Not thread-safe. Never raises. The result does not
-    depend on how the text was cut. answer: reader of the text after the reasoning. reasoning: None if the model has
-    none or `answer` reads it. breaks: beginnings of calls inside reasoning. thought: state at the end of the prompt.
-    schemas: tool name -> JSON schema of its parameters. max_calls: None for no limit. drops: markers around content."""
+    """Parser of one output into content, reasoning and tool calls, however the text is cut. Not thread-safe. Never
+    raises. answer: reader of the text after the reasoning. reasoning: None if the model has none or `answer` reads it.
+    breaks: beginnings of calls inside reasoning. thought: state at the prompt's end. schemas: tool name -> JSON schema
+    of its parameters. max_calls: None for no limit. drops: markers around content."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class OutputParser:
         return self._output.num_calls
 
     def feed(self, text: str, *, is_last: bool = False) -> OutputDelta:
-        """Return the output that this text makes certain. is_last: also the text held back."""
+        """Output that this text makes certain. is_last: also the text held back."""
         if text:
             self._reader.push(text)
             self._advance()

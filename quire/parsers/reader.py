@@ -1,6 +1,6 @@
 """Reader of text that arrives in pieces, for parsers in straight-line code.
 
-A parser is a generator that pauses until enough text is pushed. No result depends on how the text was cut.
+A parser is a generator that pauses until enough text is pushed, however it is cut.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Steps = Generator[None, None, T]
 Sink = Callable[[str], None]
 
 MAX_PEEK = 256
-"""Maximum number of characters that `sees_in_turn` examines."""
+"""Maximum characters that `sees_in_turn` examines."""
 _SPACE = re.compile(r"\s*")
 
 

@@ -15,7 +15,7 @@ Program = Callable[[TextReader, Output], Steps[None]]
 
 
 class Thought(Enum):
-    """State at the end of the prompt: inside reasoning, after it, or free to begin it."""
+    """State at the prompt's end: inside reasoning, after it, or free to begin it."""
 
     OPEN = "open"
     CLOSED = "closed"
@@ -54,9 +54,8 @@ class ThinkFormat:
         return self.starts + self.ends + self.around
 
     def thought_after(self, prompt: str, *, continues: bool = False, is_held: bool = False) -> Thought:
-        """Find the state at the end of a prompt. continues: the prompt ends inside an answer, anywhere after the
-        marker; otherwise only a marker at its end counts. is_held: a constraint allows reasoning only after a
-        marker."""
+        """Find the state at a prompt's end. continues: the prompt ends inside an answer, anywhere after the marker;
+        otherwise only a marker at its end counts. is_held: a constraint allows reasoning only after a marker."""
         if continues:
             start, end = (max(map(prompt.rfind, marks)) for marks in (self.starts, self.ends))
             if start != end:
@@ -71,7 +70,7 @@ class ThinkFormat:
     def parse(
         self, reader: TextReader, output: Output, thought: Thought, breaks: Sequence[Break], calls: Program
     ) -> Steps[None]:
-        """Read up to the end of the reasoning. calls: reads a call inside it at one of `breaks`."""
+        """Read up to the reasoning's end. calls: reads a call inside it at one of `breaks`."""
         if self.stays and thought is Thought.OPEN:
             output.content(self.starts[0])
         if self.stays or thought is Thought.CLOSED:

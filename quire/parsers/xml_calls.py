@@ -171,8 +171,7 @@ class TagFormat:
                 return
 
     def _header(self, reader: TextReader, output: Output, parts: list[str]) -> Steps[tuple[str, str | None] | None]:
-        """(name, the tag's `string` attribute) of a tag up to ">", which is added to `parts`; None at the end of the
-        text."""
+        """(name, the tag's `string` attribute) of a tag up to ">", added to `parts`; None at the text's end."""
         num_before = len(parts)
         mark = yield from reader.until(Markers(">", *output.ends), parts.append)
         if mark != ">":

@@ -1,7 +1,7 @@
 """Matrices of 8-bit and 4-bit floats with scales, as checkpoints store them.
 
-Formats are OFP8 (e4m3), MXFP4 (e2m1 values, a power of two for each 32), and NVFP4 (a scale in e4m3 for each 16 values,
-and a float32 besides).
+Formats are OFP8 (e4m3), MXFP4 (e2m1 values, a power of two for 32), NVFP4 (an e4m3 scale for 16 values, a float32
+besides).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from quire.quantization.quantized_weight import (
 )
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values by code."""
 MX_GROUP, NV_GROUP = 32, 16
 NAN_SIZE = 0x7F
 """E4m3 NaN code, without its sign."""
@@ -35,7 +34,7 @@ class Float8Weight(QuantizedWeight):
     """w[n, k] = scales[n, k // group_size] * values[n, k].
 
     values: [N, K] float8_e4m3fn. scales: [N, G] float32, G = K / group_size rounded up. The constructor raises
-    ModelLoadError for parts that do not fit together, and for values and scales that are not finite.
+    ModelLoadError for parts that do not fit, and for values and scales that are not finite.
     """
 
     values: torch.Tensor
@@ -71,11 +70,13 @@ class Float8Weight(QuantizedWeight):
 
 @dataclass(frozen=True, eq=False)
 class Float4Weight(QuantizedWeight):
-    """w[n, k] = E2M1_VALUES[code of k] * scale of its group; or a stack of such matrices. pairs: [N, K / 2 rounded up]
-    uint8, the first code of two in the lower half. num_columns: K. scale_codes: for MXFP4 (row_scales is None) [N, K /
-    32 rounded up] uint8 e8m0 exponents, scale = 2 ** (code - 127); for NVFP4 [N, K / 16 rounded up], bits of e4m3
-    numbers, multiplied by row_scales, [N] float32. The constructor raises ModelLoadError for parts that do not fit
-    together, and scales that are not finite."""
+    """w[n, k] = E2M1_VALUES[code of k] * scale of its group; or a stack of such matrices, with a leading dimension.
+
+    pairs: [N, K / 2 rounded up] uint8, the first code of two in the lower half. num_columns: K. scale_codes: for MXFP4
+    (row_scales is None) [N, K / 32 rounded up] uint8 e8m0 exponents, scale = 2 ** (code - 127); for NVFP4 [N, K / 16
+    rounded up], bits of e4m3 numbers, multiplied by row_scales, [N] float32. Raises ModelLoadError for parts that do
+    not fit, and infinite scales.
+    """
 
     pairs: torch.Tensor
     scale_codes: torch.Tensor

@@ -18,11 +18,14 @@ MAX_UINT4 = 15
 
 @dataclass(frozen=True, eq=False)
 class IntegerWeight(QuantizedWeight):
-    """w[n, k] = scales[n, g] * values[n, k] + offsets[n, g] with g = k // group_size, in float32. values: [N, K], uint8
-    from 0 to 15 (bits = 4) or int8 (bits = 8). group_size: divides K (K: one scale per row). scales, offsets: [N, K /
-    group_size] float32; offsets may be None (all zero) for 8 bits only. column_order: [K] int32, a permutation, or
-    None: column k of `values` belongs to input feature column_order[k]. The constructor raises ModelLoadError for parts
-    that do not fit together, values out of range, and scales and offsets that are not finite."""
+    """w[n, k] = scales[n, g] * values[n, k] + offsets[n, g] with g = k // group_size, in float32.
+
+    values: [N, K], uint8 from 0 to 15 (bits = 4) or int8 (bits = 8). group_size: divides K (K itself: one scale per
+    output row). scales, offsets: [N, K / group_size] float32; offsets may be None (all zero) for 8 bits only.
+    column_order: [K] int32, a permutation, or None: column k of `values` belongs to input feature column_order[k].
+
+    Raises ModelLoadError for parts that do not fit, values out of range, and infinite scales and offsets.
+    """
 
     values: torch.Tensor
     bits: int

@@ -1,4 +1,4 @@
-"""Storage, loading and multiplication of a linear layer's weights: the interface of int8, int4 and packed weights."""
+"""Storage, loading and multiplication of a linear layer's weights: the interface."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class LinearMethod(Protocol):
         self, weights: ExpertWeights, x: AnyValue, routing: AnyValue, residual: AnyValue | None = None
     ) -> Value:
         """x: [T, size], routing: [T, 2 * top_k] of `Operations.route` -> [T, size] in x's dtype: residual + the
-        weighted sum of the chosen experts' results, in the order of the experts, without those of other ranks. A row's
-        result depends on that row alone. The result may overwrite the residual. `weights.apart` (no residual): [T,
-        top_k * size] float32, each result before its weight; -0 for those of other ranks."""
+        weighted sum of the chosen experts' results, in the experts' order, without those of other ranks. A row's result
+        depends on that row alone. The result may overwrite the residual. `weights.apart` (no residual): [T, top_k *
+        size] float32, each result before its weight; -0 for those of other ranks."""
         ...
 
     def stored_bytes(self, shape: Sequence[int]) -> int:

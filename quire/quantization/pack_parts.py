@@ -17,7 +17,7 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 INTEGER_TYPES = {8: WeightType.I8, 4: WeightType.I4}
 MOST_RUNS = 3
-"""Largest number of parts of a fused matrix: queries, keys and values, or gate and up."""
+"""Maximum parts of a fused matrix: queries, keys and values, or gate and up."""
 ROUNDED_BITS = 8
 
 

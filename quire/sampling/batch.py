@@ -11,9 +11,9 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 class SampleBatch(NamedTuple, Generic[Array]):
     """R sampled rows, in result order; kernels of all platforms read them. rows_host: [R] int64, row (request slot) of
-    each result, on the host. The rest is integers where the kernels compute. rows: [R], equal to rows_host. lengths:
-    [R], tokens of the sequence, prompt included. num_prompt_tokens: [R]. token_table: [num_rows, capacity] int32, with
-    `lengths` valid tokens in each row; the sampler writes the chosen token after them."""
+    each result, on the host; the rest is where the kernels compute. rows: [R], equal to rows_host. lengths: [R], tokens
+    of the sequence, prompt included. num_prompt_tokens: [R]. token_table: [num_rows, capacity] int32, with `lengths`
+    valid tokens in each row; the sampler writes the chosen token after them."""
 
     rows_host: np.ndarray
     rows: Array

@@ -23,8 +23,8 @@ class SamplingKernels(Protocol[Array]):
         ...
 
     def normalize(self, scores: Array, batch: SampleBatch[Array], beams: Asked) -> None:
-        """Turn beams' scores into log-probabilities. Rules act on these, as in Transformers, so that they do not raise
-        other tokens."""
+        """Turn beams' scores into log-probabilities. Rules act on these, as in Transformers, so they do not raise other
+        tokens."""
         ...
 
     def add_logit_bias(self, scores: Array, batch: SampleBatch[Array]) -> None:

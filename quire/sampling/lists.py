@@ -1,7 +1,6 @@
-"""Lists of tokens for each row: logit bias, stop tokens, banned sequences, allowed tokens, in one array of 32-bit words
-for every platform's kernels. A header has `HEADER_WORDS` words per row: start and number of entries for each kind.
-Entries: bias (token, bits of the float32), stop and allowed tokens (token), banned sequences (last token, length and
-start of the prefix)."""
+"""Lists of tokens for each row: logit bias, stop tokens, banned sequences, allowed tokens, in one array of 32-bit
+words. A header has `HEADER_WORDS` words per row: start and number of entries by kind. Entries: bias (token, bits of the
+float32), stop and allowed tokens (token), banned sequences (last token, length and start of the prefix)."""
 
 from __future__ import annotations
 
@@ -117,7 +116,7 @@ class SharedLists:
         self._convert = convert
         self._key_of_row: dict[int, int] = {}
         self._entries: dict[int, tuple[object, np.ndarray, set[int]]] = {}
-        """Identity of a list -> (the list, so that its identity stays unique; its words; its rows)."""
+        """Identity of a list -> (the list, so its identity stays unique; its words; its rows)."""
 
     def set(self, row: int, source: Collection[Any]) -> bool:
         """Replace the list of `row`; an empty one clears it. Returns True if it changed."""

@@ -1,5 +1,5 @@
-"""Sampling parameters of every live row and their encoding. `COLUMNS` is the one table of parameters; the host's
-columns, a device row's words, and their numbers in `quire.kernels.triton.sampling_words` follow from it."""
+"""Sampling parameters of every live row and their encoding. `COLUMNS` is the one table of parameters: host columns,
+device words and `quire.kernels.triton.sampling_words` follow from it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others, with the same bits
-for a row in any batch."""
+"""Plain kernels: NumPy on the scores, torch for log-probabilities; the others' reference, with a row's same bits in any
+batch."""
 
 from __future__ import annotations
 

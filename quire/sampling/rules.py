@@ -9,7 +9,7 @@ from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.lists import ALLOWED, BANNED, BIAS, STOP, RowLists
 
 BANNED_SCORE = np.float32(-1e30)
-"""Score of banned tokens: finite, so that contradictory bans still leave a best token."""
+"""Score of banned tokens: finite, so contradictory bans still leave a best token."""
 
 HostBatch = SampleBatch[np.ndarray]
 

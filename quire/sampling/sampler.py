@@ -1,4 +1,4 @@
-"""Batched sampler: the order of its passes, which the kernels implement."""
+"""Batched sampler: its passes' order, which the kernels implement."""
 
 from __future__ import annotations
 

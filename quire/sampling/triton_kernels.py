@@ -1,5 +1,5 @@
-"""Triton kernels of a device: passes are enqueued on the current stream, without waiting. Greedy rows take two
-launches and read the logits once.
+"""Triton kernels of a device: passes are enqueued without waiting. Greedy rows take two launches and read the logits
+once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TritonKernels:
         self._counts = torch.zeros((0, 0), dtype=torch.int32, device=words.device)
 
     def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores are a float32 copy if log-probabilities need the logits or these have 16 bits."""
+        """Scores are a float32 copy if log-probabilities need the logits or these have 16 bits."""
         changes = used & (EDITS | Feature.CANDIDATES)
         if changes and (logits.dtype != torch.float32 or asked is not None):
             return logits.to(torch.float32, copy=True), logits

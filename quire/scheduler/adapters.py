@@ -20,11 +20,12 @@ from quire.scheduler.running import RunningSet
 
 LOADING = "loading adapter"
 PATIENCE = 1.0
-"""Seconds that a request waits for requests of other adapters before the least used of these drains."""
+"""Seconds that a request waits for other adapters before the least used drains."""
 
 
 class AdapterSlots:
-    """Workers' slots 1 to num_slots, and the adapters in them by digest."""
+    """Scheduler's view of the workers' adapter slots 1 to num_slots (LoRA): which adapter, by digest, is in each or
+    loading."""
 
     def __init__(self, running: RunningSet, config: AdaptersConfig = NO_ADAPTERS) -> None:
         self._running = running
@@ -72,7 +73,7 @@ class AdapterSlots:
         return True
 
     def in_use(self) -> Mapping[bytes, int]:
-        """Digest of an adapter -> its running sequences."""
+        """Digest of an adapter -> number of its running sequences."""
         if self._counted != self._running.version:
             adapters = (each.request.adapter for each in self._running.sequences)
             self._in_use = Counter(adapter.digest for adapter in adapters if adapter is not None)
@@ -91,12 +92,12 @@ class AdapterSlots:
 
     @property
     def makes_room(self) -> bool:
-        """True while background requests leave their adapters to a live request."""
+        """True while background requests leave their adapters to a live request. No new one of theirs starts then."""
         return bool(self.crowded_out) and not self.holds_new
 
     def take_victims(self) -> list[Request]:
         """Running background requests, the last in order first, whose adapters no live request uses, while one waits
-        for adapters."""
+        for adapters. The scheduler preempts them."""
         if not self.makes_room or self._searched == self._running.version:
             return []
         self._searched = self._running.version
@@ -168,7 +169,7 @@ class AdapterGate:
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
         self._lines: dict[str, float] = {}
-        """As `AdapterSlots.crowded_out`, for background requests."""
+        """Background requests' `AdapterSlots.crowded_out`."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         slots, adapter = self._slots, request.adapter
@@ -196,7 +197,7 @@ class AdapterGate:
         return None
 
     def _waits_beside(self, request: Request) -> dict[str, float]:
-        """Waits of its kind."""
+        """Request id -> time since when it waits, of the live or of the background requests, like this one."""
         return self._lines if request.is_background else self._slots.crowded_out
 
     def _has_to_drain(self, request: Request, adapter: AdapterRef, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Admission: requests that can ever run, prefixes that may be registered, and the needs of a waiting request."""
+"""Admission of requests and prefixes, and the needs of a waiting request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Quote(NamedTuple):
     max_cached_tokens: int
     """Longest hit that the request could use."""
     num_new_tokens: int
-    """Tokens that its first sequence computes; 0 when resumed, because its blocks are copied first."""
+    """Tokens that its first sequence computes; 0 when resumed."""
     num_blocks: int
     """Blocks that the start takes from the pool, for all known tokens and one more per sequence."""
     num_slots: int
@@ -45,8 +45,8 @@ class Quote(NamedTuple):
 
 
 def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blocks: int = 0) -> Quote:
-    """Needs of a waiting request. max_chunk: most tokens of a step. num_reserved_blocks: blocks of requests deferred
-    before it."""
+    """Needs of a waiting request, before it is admitted or preempts others. max_chunk: most tokens of a step.
+    num_reserved_blocks: blocks of requests deferred before it."""
     sequences, swapped, allocatable = request.live_sequences, request.swapped_blocks, kv.pool.num_allocatable
     num_cached = max_cached = num_new = 0
     if swapped:
@@ -135,7 +135,8 @@ def blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
 
 
 class PrefixRegistration:
-    """Checks new prefixes, and reserves blocks from a prefix's acceptance to its registration."""
+    """Checks new prefixes, and reserves blocks from a prefix's acceptance to its registration. The blocks stay free for
+    it until its prompt is computed."""
 
     def __init__(self, kv: KVCacheManager, max_chunk: int) -> None:
         self._kv = kv
@@ -180,5 +181,5 @@ class PrefixRegistration:
         self._reserved[prefix.request_id] = num_reserved
 
     def release(self, prefix: Request) -> None:
-        """Drop the reservation of a prefix registered or has ended."""
+        """Drop the reservation of a prefix that is registered or has ended."""
         del self._reserved[prefix.request_id]

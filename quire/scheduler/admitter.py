@@ -30,7 +30,7 @@ HASHING_PROMPT = "hashing prompt"
 
 
 class Admitter:
-    """Moves requests from the queue to the running set, and preempted ones back."""
+    """Moves requests from the queue to the running set, and preempted ones back. Part of `Scheduler.schedule`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Admitter:
         prefers_swap: Choice,
         images: ImageEncodings,
     ) -> None:
-        """prefers_swap: rule that keeps a preempted request's blocks on the host."""
+        """prefers_swap: rule that decides whether a preempted request's blocks move to the host or are recomputed."""
         self._kv = kv
         self._images = images
         self._limits = limits
@@ -60,7 +60,8 @@ class Admitter:
         """True while the engine is paused (quire/engine/sleep.py): only preempted requests start."""
 
     def forget_rejection(self) -> None:
-        """Try the rejected request again: it needs less now, or more is free."""
+        """Let the next pass try again the request that did not fit (a pass skips it until something changes): it needs
+        less now, or more is free."""
         self._rejected = None
 
     def forget(self, request: Request) -> None:
@@ -93,7 +94,7 @@ class Admitter:
         return preemption
 
     def _first_ready(self, reserved: Reservations, now: float) -> Request | None:
-        """The first waiting request, if it may start. While background requests run, the first that may start behind
+        """First waiting request, if it may start. While background requests run, the first that may start behind
         deferred live ones, whose needs are reserved."""
         first, running = self._waiting.first, self._running.sequences
         if first is None or not (self._is_held(first) or is_deferred(first, now)):
@@ -188,8 +189,8 @@ class Admitter:
         return fits
 
     def _start(self, builder: PlanBuilder, request: Request, num_cached: int, num_tokens: int, now: float) -> None:
-        """Run a request's first sequence: `num_cached` tokens come from the prefix cache, the next `num_tokens` from
-        this step."""
+        """Move a request to the running set, and its first sequence into the plan: `num_cached` tokens come from the
+        prefix cache, the next `num_tokens` from this step."""
         leader = request.live_sequences[0]
         if request.beam_search is not None:
             request.beam_search.forget_candidates()
@@ -216,7 +217,7 @@ class Admitter:
             request.num_lost_tokens = 0
 
     def _resume(self, builder: PlanBuilder, request: Request) -> None:
-        """Run a swapped request, whose blocks the workers copy back during this step."""
+        """Move a swapped request back to the running set, whose blocks the workers copy back during this step."""
         sequences, copies = swap_in(request, self._kv)
         builder.swap_in += copies
         for sequence in sequences:
@@ -247,7 +248,7 @@ class PromptHashing:
         self._num_left: float = 0
 
     def begin_pass(self, *, is_idle: bool) -> None:
-        """is_idle: no sequence runs, so hashing is not bounded."""
+        """Renew the bound at a pass' start. is_idle: no sequence runs, so hashing is not bounded."""
         self._num_left = math.inf if is_idle else self.piece_tokens
 
     def defer(self, request: Request) -> bool:

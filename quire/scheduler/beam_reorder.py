@@ -1,4 +1,4 @@
-"""State of beam searches between an update, which brings candidates, and the next plan, which reorders the slots."""
+"""State of beam searches between an update and the next plan."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class BeamReorder:
         return self._reorders.pop(sequence.seq_id, None) is None
 
     def take(self) -> tuple[list[SequenceFork], list[tuple[int, int]]]:
-        """Take (beam reorders, token overrides) for a plan."""
+        """Return and clear, for the next plan, (beam reorders, token overrides as (seq_id, token))."""
         pending = list(self._reorders.values()), list(self._token_overrides.items())
         self._reorders, self._token_overrides = {}, {}
         return pending

@@ -20,7 +20,7 @@ ENCODING = "encoding image"
 
 
 class Wanted:
-    """Image, and the live requests that need it and have not computed its tokens yet."""
+    """Image to encode, and the live requests that need it and have not computed its tokens yet; kept until encoded."""
 
     def __init__(self, image: PromptImage) -> None:
         self.key, self.grid, self.num_tokens = image.key, image.grid, image.num_tokens
@@ -29,7 +29,6 @@ class Wanted:
         """Image; None: the workers have its pixels."""
         self.requests: dict[Request, None] = {}
         self.num_layers = 0
-        """Ordered layers."""
 
     @property
     def order_key(self) -> OrderKey | None:
@@ -38,7 +37,7 @@ class Wanted:
 
 class ImageEncodings:
     def __init__(self, costs: EncoderCosts | None) -> None:
-        """costs: None for models without images."""
+        """costs: sizes of the image tower's work; None for models without images."""
         self._costs, self.are_any = costs, costs is not None
         self._kept: OrderedDict[bytes, Wanted] = OrderedDict()
         """Encoded images after all plans made so far, the least recently read first."""
@@ -128,7 +127,7 @@ class ImageEncodings:
         self._current = [None] * len(self._current)
 
     def report_stats(self, stats: EngineStats) -> None:
-        """Fill in what the workers keep and have encoded."""
+        """Fill in the numbers of images that workers keep and have encoded."""
         if self._costs is not None:
             stats.max_encoder_tokens = self._costs.cache_tokens
             stats.num_encoder_tokens = sum(kept.num_tokens for kept in self._kept.values())
@@ -215,7 +214,7 @@ class ImageEncodings:
 
 
 class ImageGate:
-    """Defers a request whose next token is in an image until that is encoded."""
+    """Defers a request whose next token is in an image until encoded."""
 
     reason = ENCODING
     stage = GateStage.BEGIN

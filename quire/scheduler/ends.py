@@ -91,7 +91,8 @@ class Ends:
         self.fail(sequence, reason)
 
     def fail(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence that cannot continue, unless it has ended; `report_unmatched` reports it."""
+        """End a sequence that cannot continue, unless it has ended; `report_unmatched` reports it. For a token that an
+        adapter, mask or matcher made impossible."""
         if sequence.finish_reason is None:
             self.unmatched.append((sequence, reason))
             self.end(sequence.request, [sequence], FinishReason.ERROR)
@@ -195,7 +196,7 @@ class Ends:
             self._stats.finished_requests_total += 1
 
     def end_pooled(self, samples: list[Sequence], vectors: dict[int, list[float]], now: float) -> list[SequenceUpdate]:
-        """End the pooled requests whose vectors have come (index of a sample -> vector)."""
+        """End the pooled requests whose vectors have come with a step's result (index of a sample -> vector)."""
         found = [(samples[index], vector) for index, vector in vectors.items()]
         ended = [(sequence, vector) for sequence, vector in found if sequence.finish_reason is None]
         for sequence, _ in ended:

@@ -26,7 +26,8 @@ class FairOrder:
         self._waiting: dict[int, dict[str, list[Request]]] = {}
 
     def order_time(self, client: str, priority: int, now: float) -> float:
-        """Time at which a request that arrives now counts as arrived. One binary search per waiting client."""
+        """Time at which a request that arrives now counts as arrived. One binary search per waiting client. Seconds of
+        the engine's clock."""
         clients = self._waiting.get(priority, {})
         own = clients.get(client, [])
         last = own[-1].order_key if own else NO_REQUEST

@@ -1,9 +1,9 @@
 """Gates: the reasons why a waiting request may not start yet. A gate lets a request pass or defers it
 (`Request.deferral`). The scheduler asks the gates of `default_gates` in order, in three stages (`GateStage`). A
-deferred request keeps its place: later requests may start before it but take neither its blocks nor its part of the
-step's budget (`Reservations`), and its request slots only if it waits for something outside the engine. Running
-requests are not preempted for it, and no later request starts while a preempted one is deferred. An abort, a time
-limit, a start and the deferral's deadline end it."""
+deferred request keeps its place: later requests may start before it but take neither its blocks nor its tokens of the
+step (`Reservations`), and its slots only if it waits for something outside the engine. Running requests are not
+preempted for it, and no later request starts while a preempted one is deferred. An abort, a time limit, a start and the
+deferral's deadline end it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ MIN_SHARED_BLOCKS = 2
 """Fewest blocks worth a wait."""
 
 LOAD_SECONDS = 10.0
-"""Longest wait for an asynchronous load in seconds. A slower one counts as failed; its blocks are freed when it
-ends."""
+"""Longest wait for an asynchronous load in seconds. A slower one counts as failed."""
 MAX_LOADS = 3
 
 
 class GateStage(enum.IntEnum):
-    """Stages at which the scheduler asks a gate."""
+    """Points of a request's admission (before its quote, with it, at the start) at which gates are asked."""
 
     LOOK_UP = 0
     """Whenever a request is considered, also before preemptions for it: the check changes nothing."""
@@ -39,7 +38,8 @@ class GateStage(enum.IntEnum):
 
 
 class Gate(Protocol):
-    """One reason why a waiting request may not start yet."""
+    """One reason why a waiting request may not start yet (its grammar, adapter, images, stored blocks); Admitter asks
+    all gates."""
 
     reason: str
     stage: GateStage
@@ -92,15 +92,16 @@ def is_deferred(request: Request, now: float) -> bool:
 
 
 class Reservations:
-    """Request slots and blocks of the requests deferred in one pass of `Scheduler.schedule`."""
+    """Request slots and blocks of the requests deferred in one pass of `Scheduler.schedule`. Later requests may not
+    take them."""
 
     def __init__(self) -> None:
         self.num_requests = 0
         self.num_slots = 0
         self.num_blocks = 0
         self.has_preempted = False
-        """True if one of the requests was preempted, unless it is in the background and waits for something outside
-        the engine: then no later request starts."""
+        """True if one was preempted, unless in the background and waiting for something outside the engine: no later
+        request starts."""
 
     def __bool__(self) -> bool:
         return self.num_requests > 0
@@ -137,9 +138,9 @@ def _has_matchers(request: Request) -> bool:
 
 
 class PendingPrefixGate:
-    """Defers all but one of the requests that arrive together with the same new prefix
-    (docs/decisions/0004-scheduling.md). The request waits until one live sequence (the leader) has committed a number
-    of blocks; if it ends first, the first deferred request computes the rest. A deferral never leaves a step empty."""
+    """Defers all but one of the requests that arrive together with a new prefix (docs/decisions/0004-scheduling.md).
+    The request waits until one live sequence (the leader) has committed a number of blocks; if it ends first, the first
+    deferred request computes the rest. A deferral never leaves a step empty."""
 
     reason = PENDING_PREFIX
     stage = GateStage.LOOK_UP

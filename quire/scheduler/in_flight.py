@@ -22,8 +22,8 @@ class InFlight(msgspec.Struct, frozen=True):
     sequences: list[Sequence]
     """Aligned with the plan's columns of the batch."""
     filled: list[tuple[Sequence, BlockTable, int]]
-    """Sequences that may reach the end of a block, with their blocks at planning time and their computed tokens after
-    the plan (an upper bound with drafts in flight)."""
+    """Sequences that may fill a block, with their blocks at planning time and computed tokens after the plan (an upper
+    bound with drafts in flight)."""
     samples: list[Sequence]
     """Aligned with the plan's `sample_seq_ids`."""
     forked: list[tuple[Sequence, list[Sequence]]]
@@ -87,6 +87,7 @@ def _awaits_mask(sequence: Sequence) -> bool:
 
 
 def _next_mask(sequence: Sequence) -> bytes | None:
-    """Mask of the tokens that may come next; if a beam's text is complete, of the end tokens alone."""
+    """Mask of the tokens that may come next; if a beam's text is complete, of the end tokens alone. One bit per
+    token."""
     matcher = matcher_of(sequence)
     return matcher.mask_of(*sequence.request.eos_token_ids) if matcher.is_finished else matcher.mask()

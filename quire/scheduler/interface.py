@@ -42,7 +42,8 @@ class CachedBlocks(Protocol):
 
 
 class EngineScheduler(Protocol):
-    """Plans steps and processes their results, in order; `schedule` and `update` alternate freely otherwise."""
+    """What the engine core calls: plans steps and processes their results, in order; `schedule` and `update` alternate
+    freely otherwise."""
 
     @property
     def kv(self) -> CachedBlocks: ...
@@ -53,7 +54,8 @@ class EngineScheduler(Protocol):
         ...
 
     def longest_sequence(self, limit: int) -> int:
-        """Longest sequence, at most `limit` tokens, that fits into the pool beside registered prefixes."""
+        """Longest sequence, at most `limit` tokens, that fits into the pool beside registered prefixes. In tokens; the
+        engine shortens an automatic context by it."""
         ...
 
     def most_blocks(self, num_tokens: int) -> int:
@@ -71,15 +73,17 @@ class EngineScheduler(Protocol):
         ...
 
     def abort_all(self, now: float) -> list[SequenceUpdate]:
-        """End all requests except registrations of prefixes; the updates report it."""
+        """End all requests except registrations of prefixes; the updates report it. For a sleep or shutdown."""
         ...
 
     def hold_new(self, is_held: bool) -> None:
-        """Keep unstarted requests in the queue, or let them start again. Preempted requests continue."""
+        """Keep unstarted requests in the queue, or let them start again. Preempted requests continue. For drains and
+        sleeps."""
         ...
 
     def expire(self, now: float) -> list[SequenceUpdate]:
-        """End the requests whose time (`timeout_s`) is over, running or waiting."""
+        """End the requests whose time (`timeout_s`) is over, running or waiting. Called before each step; `now` in
+        seconds."""
         ...
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -135,7 +139,7 @@ class EngineScheduler(Protocol):
         ...
 
     def forget_rows(self) -> None:
-        """Record that the workers have dropped all request slots, while no request lives."""
+        """Record that the workers have dropped all request slots, while no request lives. Called after a sleep."""
         ...
 
     def stats(self) -> EngineStats:
@@ -143,13 +147,13 @@ class EngineScheduler(Protocol):
         ...
 
     def current_load(self) -> Load:
-        """Statistics that take constant time."""
+        """Statistics that take constant time. Sent with every step's outputs."""
         ...
 
     def snapshot(self, now: float) -> KVSnapshot: ...
 
     def check(self) -> None:
-        """Assert all invariants. O(blocks + requests)."""
+        """Assert all invariants. O(blocks + requests). The core calls it on debug settings."""
         ...
 
 

@@ -25,7 +25,8 @@ def check_requests(
 
 
 def check_waiting(requests: Iterable[Request], kv: KVCacheManager) -> int:
-    """Check waiting requests; returns the number of their sequences in the host pool."""
+    """Assert that waiting requests own no device blocks (for `Scheduler.check`); returns the number of their sequences
+    in the host pool."""
     _check_order(request.sequences[0] for request in requests)
     num_swapped = 0
     for request in requests:

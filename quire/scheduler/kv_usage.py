@@ -1,6 +1,5 @@
-"""Use of KV slots in the paper's terms (§3.1, Fig. 2), for a paged pool; docs/accounting.md defines stored, reserved
-and wasted slots. Blocks that the KV connector loads for a deferred request, or sends for an ended one, count as
-stored."""
+"""Use of KV slots in the paper's terms (§3.1, Fig. 2), as docs/accounting.md defines them. Blocks that the KV connector
+loads for a deferred request, or sends for an ended one, count as stored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Matchers without an answer: of requests that start, and of sequences with a new token.
 
-A matcher runs outside the engine core (quire/decoding/masks.py); until it answers for a sequence's last token, the
-scheduler neither reports that token nor plans the next one.
+Until a matcher (quire/decoding/masks.py) answers for a sequence's last token, the scheduler neither reports it nor
+plans the next.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Matching:
         """Sequences whose matchers have answered but did not give the mask in time."""
 
     def begin(self, request: Request) -> None:
-        """Make a new request's matchers: one without tokens, and one for each sequence that brings tokens."""
+        """Make a new request's matchers: one without tokens, and one per sequence that brings tokens."""
         constraint = request.constraint
         if constraint is None:
             return
@@ -104,7 +104,7 @@ class Matching:
             self.late.append(sequence)
 
     def take_answered(self) -> list[Asked]:
-        """Questions answered since the last call, in their order."""
+        """Matchers' questions about new tokens that were answered since the last call, in their order."""
         if self.late:
             late, self.late = self.late, []
             for sequence in late:
@@ -155,7 +155,7 @@ def first_matchers(request: Request) -> list[Matcher]:
 
 
 def matcher_of(sequence: Sequence) -> Matcher:
-    """Sequence's matcher, made for its first mask."""
+    """Sequence's matcher, made for its first mask. A grammar's state after its tokens."""
     request = sequence.request
     if sequence.matcher is None:
         assert request.first_matcher is not None, "only samples under a constraint have masks"

@@ -40,7 +40,7 @@ class PlanChanges:
 
 
 class PlanBuilder:
-    """Fills one plan during one pass of `Scheduler.schedule`."""
+    """Fills one plan during one pass of `Scheduler.schedule`. The running set, Admitter and gates add to it."""
 
     def __init__(self, step_id: int, budget: int) -> None:
         self.start_positions: list[int] = []
@@ -128,7 +128,7 @@ class PlanBuilder:
         sequence.num_unsent_tokens = 0
 
     def place_drafts(self, drafts: Drafts) -> None:
-        """Add drafts after the last token of the last entry's sequence, which is sampled."""
+        """Add drafts after the last token of the last entry's sequence, sampled."""
         sequence, num_drafts = self.sequences[-1], drafts.num_tokens
         assert sequence.blocks is not None, "a sequence that runs has blocks"
         if num_drafts:
@@ -192,7 +192,8 @@ class PlanBuilder:
         self.forked.append((parent, children))
 
     def undo(self, request: Request, kv: KVCacheManager) -> None:
-        """Undo this pass's work on a request's sequences, so that their block tables match the earlier plans."""
+        """Undo this pass's work on a request's sequences, so their block tables match the earlier plans. For a request
+        preempted after it was scheduled."""
         for sequence, allocation in self.rollback(request):
             assert sequence.blocks is not None
             kv.rollback(sequence.blocks, allocation)
@@ -230,8 +231,8 @@ class PlanBuilder:
         return undone
 
     def order_transfers(self, kv: KVCacheManager, *, may_wait: bool, awaits_report: bool) -> None:
-        """Add the KV connector's orders at the end of the pass. may_wait: the workers may wait for a transfer, as there
-        is nothing else to compute. awaits_report: they must wait for a report."""
+        """Add the KV connector's orders at the pass' end. may_wait: the workers may wait for a transfer, as there is
+        nothing else to compute. awaits_report: they must wait for a report."""
         kv.transfer_blocks.release()
         transfers = kv.connector.orders(may_allocate=not self.resumed)
         if may_wait and not (transfers is not None and transfers.swap_in):

@@ -57,7 +57,7 @@ def choice(mode: str, costs: PreemptionCosts | None) -> Choice:
 
 
 class Cheaper:
-    """Swaps when copying out and back takes less time than recomputing."""
+    """Rule of "auto": swap if copying out and back takes less time than recomputing, by PreemptionCosts."""
 
     def __init__(self, costs: PreemptionCosts) -> None:
         self._costs = costs
@@ -68,8 +68,8 @@ class Cheaper:
 
 
 def release_blocks(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
-    """Move a victim's blocks to the host, or drop them. Returns the (device, host) copies for the plan; None when
-    they were dropped."""
+    """Move a victim's blocks to the host, or drop them. Returns the (device, host) copies for the plan; None when they
+    were dropped."""
     copies = swap_out(request, kv, prefers_swap)
     if copies is None:
         request.num_lost_tokens += computed_tokens(request)
@@ -116,7 +116,7 @@ def swap_in(request: Request, kv: KVCacheManager) -> tuple[list[Sequence], list[
 
 
 def computed_tokens(request: Request) -> int:
-    """Tokens to compute again if the request lost its blocks; siblings' shared tokens count once."""
+    """Number of tokens to compute again if the request lost its blocks; siblings' shared tokens count once."""
     computed = [sequence.num_computed_tokens for sequence in request.live_sequences if sequence.blocks is not None]
     num_shared = num_shared_tokens(request) if len(computed) > 1 else 0
     return sum(computed) - num_shared * (len(computed) - 1)
@@ -128,7 +128,7 @@ class PreemptionPlan(NamedTuple):
     num_tokens: int
     """Tokens of the step that running sequences behind the request leave to it."""
     order_key: OrderKey | None = None
-    """The request's place in the order."""
+    """Request's place in the order."""
 
 
 NO_PREEMPTION = PreemptionPlan([], 0)

@@ -83,7 +83,8 @@ def _order_key(request: Request) -> OrderKey:
 
 
 class Deadlines:
-    """Heap of requests by deadline. Ended requests stay in it until their deadline."""
+    """Heap of requests with a time limit by deadline, seconds of the engine's clock. Ended requests stay in it until
+    their deadline."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []

@@ -12,7 +12,8 @@ from quire.step import PromptLogprobs
 
 
 def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wait: bool = False) -> None:
-    """Add the prefix hit and the times to an update with a first token or an end. can_wait: the update has neither."""
+    """Add the number of prefix-cache tokens and the request's times to an update with a first token or an end.
+    can_wait: the update has neither."""
     started = request.first_scheduled_time
     update.num_cached_tokens = request.num_cached_tokens or 0
     update.timing = RequestTiming(
@@ -62,7 +63,7 @@ def pooled_end(sequence: Sequence, vector: list[float], now: float) -> SequenceU
 
 
 def live_requests(sequences: Iterable[Sequence], seq_ids: Collection[int]) -> list[Request]:
-    """Distinct unfinished requests of these sequences."""
+    """Distinct unfinished requests of these sequences. For ending them at NaN logits."""
     found = dict.fromkeys(sequence.request for sequence in sequences if sequence.seq_id in seq_ids)
     return [request for request in found if request.status is not RequestStatus.FINISHED]
 

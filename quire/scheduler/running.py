@@ -1,4 +1,4 @@
-"""Running sequences in the order of their requests, and reserved request slots of siblings."""
+"""Running sequences in their requests' order, and reserved request slots of siblings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.scheduler.queue import Deadlines, RequestQueue
 
 
 class RunningSet:
-    """Sequences with a request slot. sequences: one request's are adjacent. num_reserved: reservations, one for each
+    """Sequences with a request slot. sequences: one request's are adjacent. num_reserved: reservations, one per
     sequence of a running request that will fork later (`Request.pending_forks`). version: grows with every possible
     change of the running requests."""
 
@@ -35,7 +35,8 @@ class RunningSet:
         return len(dict.fromkeys(last))
 
     def enter(self, request: Request, sequences: list[Sequence]) -> None:
-        """Run `sequences` of a request; the others fork from the first of them at the end of the prompt."""
+        """Run `sequences` of a request; the others fork from the first of them at the prompt's end. As it starts or
+        resumes."""
         self.version += 1
         request.status = RequestStatus.RUNNING
         request.pending_forks = [s for s in request.live_sequences if s not in sequences]
@@ -68,7 +69,7 @@ class RunningSet:
         request.pending_forks = []
 
     def leave(self, request: Request) -> None:
-        """Remove a request's sequences and reservations."""
+        """Remove a preempted or ended request's sequences and reserved slots."""
         self.version += 1
         self.sequences[:] = [sequence for sequence in self.sequences if sequence.request is not request]
         self.drop_reservations(request)

@@ -74,8 +74,8 @@ class Scheduler:
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter, self._num_stages = drafter, config.num_stages
         self.can_discard = not drafter.max_drafts and len(kv.token_groups) == kv.num_groups
-        """True if the workers can compute a sequence's last token again. Not if it has changed a state, and not with
-        drafts, whose number only the workers know."""
+        """True if the workers can compute a sequence's last token again: not with states, nor with drafts, whose number
+        only they know."""
         self._has_found_drafts = False
         """True if the workers had drafts in the last result."""
         self._in_flight: dict[int, InFlight] = {}
@@ -407,7 +407,7 @@ class Scheduler:
         return Load(len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, preemptions)
 
     def snapshot(self, now: float) -> KVSnapshot:
-        """Every block and every live request. O(blocks + table entries)."""
+        """State of every block and every live request, for the live view. O(blocks + table entries)."""
         running = dict.fromkeys(s.request for s in self._running.sequences)
         return take_snapshot(self.kv, running, self._waiting, now)
 

@@ -1,5 +1,5 @@
-"""Snapshot of the KV cache on request: every block's state, and every live sequence's block tables, as plain data for
-the live page, `quire top` and `GET /debug/kv` (docs/live-view.md)."""
+"""Snapshot of the KV cache: every block's state and live sequence's block tables, for the live page, `quire top` and
+`GET /debug/kv` (docs/live-view.md)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SequenceView(msgspec.Struct):
 
 
 class RequestView(msgspec.Struct):
-    """One live request, or a registered prefix."""
+    """One live request, or a registered prefix, in a KVSnapshot for the live view."""
 
     request_id: str
     status: str
@@ -37,7 +37,7 @@ class RequestView(msgspec.Struct):
     a registered prefix, which holds its blocks."""
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache at its first start."""
+    """Prompt tokens cached at its first start."""
     num_preemptions: int
     num_image_tokens: int
     """Prompt tokens that stand for images."""

@@ -1,5 +1,4 @@
-"""Routes that control the engine or report its configuration. A setting enables each group; only admins may call them
-(quire/server/auth.py)."""
+"""Admins' routes that control the engine or report its configuration. A setting enables each group."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from quire.version import __version__
 
 SECRETS = ("api_key", "admin_api_key")
 MAX_ABORTED = 4096
-"""Maximum number of ids in one request."""
+"""Maximum ids in one request."""
 
 
 class Status(msgspec.Struct):
@@ -47,7 +46,7 @@ class ReplicaState(msgspec.Struct):
 
 
 class PrefixCacheReset(msgspec.Struct):
-    """num_blocks: blocks that held a prefix."""
+    """Answer of POST /reset_prefix_cache. num_blocks: blocks that held a prefix."""
 
     status: str
     num_blocks: int
@@ -69,7 +68,8 @@ class AbortRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class ServerInfo(msgspec.Struct):
-    """config: engine's configuration; text on request. start_seconds: duration of each phase of the start."""
+    """Answer of GET /server_info. config: engine's configuration; text on request. start_seconds: duration of each
+    phase of the start."""
 
     version: str
     config: dict[str, Any] | str

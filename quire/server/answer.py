@@ -116,15 +116,16 @@ class Answer(ABC, Generic[Body]):
 
     @abstractmethod
     async def complete(self) -> msgspec.Struct:
-        """Return the whole answer."""
+        """Whole answer's body, for requests without `stream`."""
 
     @abstractmethod
     def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as server-sent events."""
+        """Yield the answer as encoded server-sent events, for requests with `stream`."""
 
 
 def header_id(request: Request) -> str | None:
-    """Return the X-Request-Id of a request. Raises UserError if it is not a valid `request_id`."""
+    """X-Request-Id of a request, from which the answer's id is made. Raises UserError if it is not a valid
+    `request_id`."""
     given = request.headers.get("x-request-id")
     if given is not None:
         try:

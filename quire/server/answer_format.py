@@ -91,7 +91,7 @@ class AnswerFormats:
 
 
 class AnswerFormat:
-    """Format of one request's answer; `settle` completes it once the prompt is known."""
+    """Format (tools, reasoning, constraint) of one request's answer; `settle` completes it once the prompt is known."""
 
     def __init__(self, formats: AnswerFormats, body: ChatRequest) -> None:
         self._formats = formats
@@ -157,7 +157,7 @@ class AnswerFormat:
         return msgspec.structs.replace(params, **changes) if changes else params
 
     def read(self, completion: CompletionOutput) -> OutputDelta:
-        """Split a completion's new text; the last piece has a finish reason."""
+        """Split a completion's new text into content, reasoning and calls; the last piece has a finish reason."""
         if not self.parses:
             return OutputDelta(content=completion.text)
         parser = self._parsers.get(completion.index)
@@ -277,7 +277,7 @@ class AnswerFormat:
 
 
 def _held(form: Form, found: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
-    """Constraint that holds an answer to a form. found: constraint whose other options are kept."""
+    """Constraint that holds an answer to a form. found: the request's own, whose other options are kept."""
     tag = {"format": form}
     if found is None:
         return StructuredOutputsParams(structural_tag=tag)
@@ -306,7 +306,8 @@ class ChoiceText:
             self._calls[-1][2].append(piece.arguments)
 
     def message(self, *, has_functions: bool = False) -> AssistantMessage:
-        """content: None if the model wrote only calls or reasoning. has_functions: use OpenAI's old `function_call`."""
+        """Message of a chat's answer. content: None if the model wrote only calls or reasoning. has_functions: use
+        OpenAI's old `function_call`."""
         reasoning, content = "".join(self._reasoning) or None, "".join(self._content)
         calls = [ToolCall(identifier, FunctionCall(name, "".join(parts))) for identifier, name, parts in self._calls]
         return AssistantMessage(
@@ -320,7 +321,7 @@ class ChoiceText:
 
 
 def to_delta(delta: OutputDelta, *, has_functions: bool = False) -> Delta:
-    """has_functions: use OpenAI's old `function_call`."""
+    """Delta of a chat's chunk. has_functions: use OpenAI's old `function_call`."""
     reasoning = delta.reasoning or None
     if has_functions:
         pieces = delta.tool_calls

@@ -62,7 +62,7 @@ class AnswerSize:
             )
 
     def generated(self, completions: Iterable[CompletionOutput]) -> None:
-        """Count generated tokens of a request without max_tokens."""
+        """Count generated tokens of a request without max_tokens. Raises UserError."""
         if self._is_streamed:
             return
         self._generated += sum(len(completion.token_ids) for completion in completions) * self._bytes_per_token

@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 
 NUMBERS_FILE = "numbers"
 KEYS_FILE = "keys"
-"""Copy of the key file, so that all processes read the same keys."""
+"""Copy of the key file, so all processes read the same keys."""
 TICK_SECONDS = 0.1
 PACKET_BYTES = 65536
 

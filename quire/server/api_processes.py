@@ -1,5 +1,5 @@
-"""Parent of several API processes: it listens, owns the engine, and hands each connection to the process with the
-fewest (docs/decisions/0048-api-processes.md)."""
+"""Parent of several API processes: it owns the engine, and hands each connection to the process with the fewest
+(docs/decisions/0048-api-processes.md)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def serve_with_processes(
 
 @dataclass(slots=True)
 class _Process:
-    """num_given: connections handed over. num_stopped: successive checks that found the process stopped."""
+    """One API process as its parent sees it. num_given: connections handed over. num_stopped: successive checks that
+    found the process stopped."""
 
     slot: int
     session: int

@@ -155,7 +155,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
 
 
 def alone(engine: AsyncLLM, settings: ServerSettings) -> Common:
-    """Shared state of a server with one process."""
+    """State that API processes share (keys, names, stores), for a server with one process."""
     responses = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
     adapters, pictures = SharedAdapters(), engine.texts.pictures.names
     return Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()], adapters, pictures)

@@ -20,13 +20,14 @@ _UNFINISHED = ("queued", "in_progress")
 
 
 class AnyResponse(Protocol):
-    """Response, stored or in the making. is_streamed: its events can be read (`follow`)."""
+    """Response of /v1/responses, stored or in the making, as its routes read and end it. is_streamed: its events can be
+    read (`follow`)."""
 
     @property
     def is_streamed(self) -> bool: ...
 
     async def body(self) -> bytes:
-        """Return the response as JSON."""
+        """Response as JSON."""
 
     def follow(self, first: int) -> AsyncGenerator[bytes, None]:
         """Yield the events from number `first` on, as they come."""
@@ -39,7 +40,7 @@ class AnyResponse(Protocol):
 
 
 class ResponseProgress(NamedTuple):
-    """has_ended: `events` includes the last one."""
+    """Events so far of a response being made. has_ended: `events` includes the last one."""
 
     events: list[bytes]
     has_ended: bool
@@ -70,7 +71,7 @@ class FinishedResponse:
         return self._stored.follow(first)
 
     async def cancel(self) -> bytes:
-        """Return the body unchanged. Raises ApiError if the response was not made in the background."""
+        """Body unchanged. Raises ApiError if the response was not made in the background."""
         if not self._stored.in_background:
             raise invalid_request(
                 "Cannot cancel a synchronous response: it was not made in the background", param="response_id"
@@ -82,10 +83,10 @@ class FinishedResponse:
 
 
 class BackgroundResponse:
-    """Response made by a task of its own."""
+    """Response of /v1/responses with `background`, made by a task of its own."""
 
     def __init__(self, answer: ResponseAnswer, conversation: Listing, *, keeps_events: bool) -> None:
-        """keeps_events: the response may be streamed."""
+        """answer: makes the response. keeps_events: the response may be streamed."""
         self._answer, self._conversation = answer, conversation
         self._events: list[bytes] | None = [] if keeps_events else None
         self._has_ended = False

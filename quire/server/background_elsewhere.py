@@ -19,7 +19,6 @@ from quire.server.background import (
 from quire.server.response_store import Responses, StoredResponse
 
 WAIT_SECONDS = 10.0
-"""Maximum wait for events, in seconds."""
 
 
 class _Question(msgspec.Struct):
@@ -48,7 +47,7 @@ class _Delete(_Question, tag="delete"):
 
 
 class ResponseElsewhere:
-    """AnyResponse of another process; read from the store if its maker no longer has it."""
+    """AnyResponse that another API process makes; read from the store if its maker no longer has it."""
 
     def __init__(self, store: Responses, owner: str, response_id: str, begun: StoredResponse) -> None:
         """begun: response's entry in the store."""

@@ -23,7 +23,7 @@ MALFORMED = "malformed_batch_line"
 """Error code for a line that is not a request."""
 DUPLICATE = "duplicate_custom_id"
 NO_JSON = "answer_is_not_json"
-"""Error code for a line whose answer, such as raw bytes, does not fit into a result."""
+"""Error code for a line whose answer (raw bytes) fits no result."""
 LARGE_BYTES = 2**20
 """Length from which a line is read on another thread than the loop's."""
 _HEADERS = {"Content-Type": "application/json"}
@@ -67,7 +67,7 @@ class Pace:
 
 @dataclass
 class BatchCounts:
-    """num_malformed: failed lines that were not requests."""
+    """Numbers of lines by outcome, for the batch's report. num_malformed: failed lines that were not requests."""
 
     num_answered: int = 0
     num_failed: int = 0
@@ -206,7 +206,7 @@ def _json_line(content: bytes) -> bytes | None:
 
 
 async def _ask(client: httpx.AsyncClient, request: _Asked, pace: Pace) -> httpx.Response:
-    """Send the request until its answer stands."""
+    """Send a line's request to the application, again while it is refused for now."""
     while True:
         async with pace.places or contextlib.nullcontext():
             answer = await client.post(

@@ -12,14 +12,14 @@ from quire.server.protocol.files import BatchError
 MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512
 MAX_ERRORS = 100
-"""Errors that are listed; a check ends there."""
+"""Errors listed; a check ends there."""
 FRAME_BYTES = 64 * 1024
 """Bytes of a line besides its body."""
 
 
 def check_input(path: Path, endpoint: str, max_body_bytes: int) -> tuple[int, list[BatchError]]:
-    """Return the number of requests, and what is wrong with the file. Memory holds one line, whose length is limited,
-    and a digest of each custom_id."""
+    """Number of requests, and what is wrong with the file. Memory holds one line, whose length is limited, and a digest
+    of each custom_id."""
     errors: list[BatchError] = []
     seen: set[bytes] = set()
     total = number = 0
@@ -46,7 +46,7 @@ def check_input(path: Path, endpoint: str, max_body_bytes: int) -> tuple[int, li
 
 
 def _error(line: bytes, endpoint: str, seen: set[bytes]) -> BatchError | None:
-    """seen: digests of earlier lines' custom_ids, to which this line's is added."""
+    """Fault of a line, None without one. seen: digests of earlier lines' custom_ids, to which this line's is added."""
     try:
         request = read_line(line)
     except InvalidLineError as error:

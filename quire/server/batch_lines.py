@@ -24,7 +24,7 @@ class BatchLine(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """body: null for an error, which BatchResult holds."""
+    """Answer to a line. body: null for an error, which BatchResult holds."""
 
     status_code: int
     request_id: str
@@ -53,7 +53,7 @@ def custom_id_of(line: bytes) -> str | None:
 
 
 class AnsweredLine(NamedTuple):
-    """Result of an earlier run."""
+    """Line of a results file written before, from which a batch continues."""
 
     custom_id: str | None
     has_failed: bool

@@ -156,7 +156,7 @@ class BatchRunner:
             await asyncio.sleep(DISK_SECONDS)
 
     def client_of(self, owner: str) -> Client | None:
-        """None for a key that is no longer accepted."""
+        """Client of a batch's owner; None for a key that is no longer accepted."""
         return self._keys.anyone if owner == ANYONE else self._keys.owned_by(owner)
 
     def pace(self) -> Pace:
@@ -187,7 +187,7 @@ class BatchRunner:
 
 
 class _Run:
-    """One batch, from its state on disk to its end."""
+    """Run of one batch, from its state on disk to its end."""
 
     def __init__(self, runner: BatchRunner, owner: str, batch: StoredBatch) -> None:
         self._runner, self._owner, self._batch = runner, owner, batch
@@ -307,7 +307,7 @@ class _Run:
                 self._num_left_bytes = await self._store.in_thread(self._room)  # uploads take some
 
     async def _finalize(self) -> None:
-        """Write the files of results, under ids that are fixed before: after a crash they are written again."""
+        """Write the files of results, under ids fixed before: after a crash they are written again."""
         batch = self._batch
         if not batch.output_id:
             batch.output_id, batch.error_id = self._store.new_id("file-"), self._store.new_id("file-")

@@ -1,9 +1,8 @@
 """Batches on disk. Only the runner (quire/server/batch_runner.py) changes a record; others ask it by a mark.
 
-keys/OWNER/batches/ID.json      the record
-keys/OWNER/batches/ID.input     hard link to the input file, which its client may delete meanwhile
-keys/OWNER/batches/ID.journal   results in the order of the requests, as `quire run-batch` writes them
-keys/OWNER/batches/ID.cancel    the mark: end it
+keys/OWNER/batches/ID.json the record keys/OWNER/batches/ID.input hard link to the input file, which its client may
+delete meanwhile keys/OWNER/batches/ID.journal results in the requests' order, as `quire run-batch` writes them
+keys/OWNER/batches/ID.cancel the mark: end it
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class KnownBatch(NamedTuple):
 
 
 class Batches:
-    """Batches of one key."""
+    """Batches of one key on disk, for the routes and the runner."""
 
     def __init__(self, space: Space) -> None:
         self._space, self._store = space, space.store
@@ -106,7 +105,7 @@ class Batches:
         return self._store.open_directory / f"{self._space.owner}.{batch_id}"
 
     def create(self, body: BatchRequest) -> StoredBatch:
-        """Raises ApiError: 404 for an unknown file, 429 for too many open batches."""
+        """Record a new batch. Raises ApiError: 404 for an unknown file, 429 for too many open batches."""
         found = self._space.find_file(body.input_file_id, "input_file_id")
         quotas, now = self._store.quotas, self._store.clock()
         hours = int(body.completion_window.removesuffix("h"))
@@ -148,7 +147,7 @@ class Batches:
         return found
 
     def read(self, batch_id: str) -> StoredBatch | None:
-        """The record, with the mark of a cancellation applied; None: there is none that can be read."""
+        """Record, with the mark of a cancellation applied; None: there is none that can be read."""
         path = self.path(batch_id, "json")
         content = read_or_none(path)
         found = None if content is None else self._store.decode(path, content, StoredBatch)
@@ -189,7 +188,7 @@ class Batches:
         write_whole(self.path(batch.id, "json"), msgspec.json.encode(batch))
 
     def cancel(self, batch_id: str) -> StoredBatch:
-        """Ask for the end of a batch. Raises ApiError (400) if it has ended."""
+        """Ask for a batch's end. Raises ApiError (400) if it has ended."""
         found = self.find_batch(batch_id)
         if found.has_ended:
             raise _ended(found)

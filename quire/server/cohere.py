@@ -24,7 +24,7 @@ from quire.server.protocol.cohere import (
 
 BITS = 8
 NAMES = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
-"""The engine's field names -> Cohere's, for errors."""
+"""Engine's field names -> Cohere's, for errors."""
 
 
 def add_cohere_routes(app: FastAPI, context: ServerContext) -> None:

@@ -23,7 +23,7 @@ CHUNK_FRAMING_BYTES = 16
 """Framing bytes per chunk of a body that do not count as head."""
 MAX_NUM_PIPELINED = 16
 MAX_PIPELINED_BYTES = 64 * 1024
-"""Limits of pipelined requests kept during an answer; beyond them the connection ends after it."""
+"""Limit of pipelined requests kept during an answer; beyond it the connection then ends."""
 MAX_DISCARDED_BYTES = 64 * 2**20
 """Bytes dropped of a request answered early."""
 MIN_READ_BYTES = 64 * 1024
@@ -31,11 +31,11 @@ MIN_READ_BYTES = 64 * 1024
 LINGER_SECONDS = 2.0
 """Time for a refused client to read the error, in seconds."""
 MAX_NUM_SURPLUS = 256
-"""Connections beyond the limit that get an error response; others are closed without one."""
+"""Connections beyond the limit that get an error response before closing."""
 
 
 class Phase(enum.IntEnum):
-    """Phase of a connection; its deadline, except ANSWER's, starts with it."""
+    """What an HTTP connection waits for; its deadline, except ANSWER's, starts with it."""
 
     IDLE = 0
     """Waiting for the first byte of a request."""
@@ -49,7 +49,8 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Connection limits from ServerSettings. Times in seconds of `clock`; `seconds` is indexed by phase."""
+    """One connection's limits of sizes and times, from ServerSettings. Times in seconds of `clock`; `seconds` is
+    indexed by phase."""
 
     seconds: tuple[float, ...]
     write_seconds: float
@@ -57,7 +58,7 @@ class ConnectionLimits:
     max_head_bytes: int
     """Total of request line, headers, trailers and chunk extensions of one request."""
     max_num_headers: int
-    """Maximum number of headers and trailers in one request."""
+    """Maximum headers and trailers in one request."""
     clock: Clock
 
     @classmethod
@@ -388,7 +389,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _LateClosing:
-    """Transport that a cycle sees if the connection closes after its answer."""
+    """Transport given to uvicorn's cycle if the connection closes after its answer: delays `close`."""
 
     def __init__(self, protocol: BoundedHttpProtocol, cycle: RequestResponseCycle) -> None:
         self._protocol = protocol

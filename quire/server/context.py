@@ -39,7 +39,8 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class ServerContext:
-    """Context of one server. `created`: Unix time of its start, in seconds."""
+    """What all routes of one server share: engine, settings, models, counters. `created`: Unix time of its start, in
+    seconds."""
 
     engine: AsyncLLM
     tokenizer: Tokenizer
@@ -71,7 +72,7 @@ class ServerContext:
     """Unknown fields that the log has named."""
 
     def start(self) -> None:
-        """Call in the event loop once requests are answered."""
+        """Begin the server's own work (`on_start`), in the event loop, once requests are answered."""
         for begin in self.on_start:
             begin()
 
@@ -82,12 +83,13 @@ class ServerContext:
             end()
 
     def exit(self) -> None:
-        """Call last, when nothing is served any more."""
+        """Write pending data (`on_exit`); called last."""
         for end in self.on_exit:
             end()
 
     def close(self) -> None:
-        """Call after the last answer, before the HTTP server waits for its connections."""
+        """End open streams (`on_close`); called after the last answer, before the HTTP server waits for its
+        connections."""
         for end in self.on_close:
             end()
 
@@ -114,7 +116,7 @@ class ServerContext:
         return [*self.model_names, *self.adapters.names]
 
     def usable(self, names: Sequence[str]) -> list[str]:
-        """Return the names that this request's client may use."""
+        """Names that this request's client may use."""
         return [name for name in names if may_use(name)]
 
     async def meet(self, model: str) -> None:

@@ -21,7 +21,7 @@ class ClientDisconnectedError(Exception):
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`. If the client hangs up, cancel it, wait for its clean-up and raise ClientDisconnectedError.
 
-    The body must have been read in full, so that `receive` returns the hang-up.
+    The body must have been read in full, so `receive` returns the hang-up.
     """
     task = asyncio.current_task()
     assert task is not None

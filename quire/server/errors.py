@@ -137,7 +137,6 @@ LLAMA_CPP_PATHS = frozenset(
         "/v1/health",
     }
 )
-"""Paths of errors in llama.cpp's shape."""
 
 
 class LlamaErrorDetail(msgspec.Struct):
@@ -171,7 +170,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def named(self, names: Mapping[str, str]) -> ApiError:
-        """The error with the request's field names; see UserError.named."""
+        """Error with the request's field names; see UserError.named."""
         message, param = in_terms(self.detail.message, self.detail.param, names)
         return ApiError(self.status, msgspec.structs.replace(self.detail, message=message, param=param), self.headers)
 

@@ -4,7 +4,7 @@ DIRECTORY/server.lock, runner.lock; open/OWNER.BATCH: batches that have not ende
 file exists while its record (.json) does; keys/OWNER/incoming/RANDOM.BYTES: uploads, each locked by its process;
 keys/OWNER/batches/: quire/server/batch_store.py.
 
-No name in it comes from a client. Every function may wait for the disk; none belongs on an event loop.
+No name in it comes from a client. Every function may wait for the disk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ RETRY_SECONDS = 10
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 FILES_PER_BATCH = 2
-"""Most files of results of a batch."""
 NUM_THREADS = 8
 MAX_RECORDS = 100_000
 """Records that a process remembers."""
@@ -81,7 +80,7 @@ class FileStore:
     def __init__(
         self, directory: Path, server_name: str, quotas: Quotas, clock: Callable[[], float] = time.time
     ) -> None:
-        """server_name: part of all ids, so that a router in front of several servers knows whose they are. Raises
+        """server_name: part of all ids, so a router in front of several servers knows whose they are. Raises
         ConfigError if the directory cannot be used."""
         self.directory, self.quotas, self.clock = directory, quotas, clock
         self._server_name = re.sub("[^a-z0-9]+", "-", server_name.lower()).strip("-")[:63].strip("-") or "quire"
@@ -115,7 +114,7 @@ class FileStore:
         return self.directory / "open"
 
     def new_id(self, prefix: str) -> str:
-        """prefix: "file-" or "batch_"."""
+        """New id of a file or batch. prefix: "file-" or "batch_"."""
         return f"{prefix}{self._server_name}-{secrets.token_hex(16)}"
 
     def space(self, owner: str) -> Space:
@@ -126,7 +125,7 @@ class FileStore:
         return [name for name in os.listdir(self.directory / "keys") if OWNER.fullmatch(name)]
 
     def read_record(self, path: Path) -> StoredFile | None:
-        """The record in a file; None if there is none."""
+        """Record in a file; None if there is none."""
         found = self._records.get(path.name)
         if found is None:
             if len(self._records) >= MAX_RECORDS:  # some are of files that other processes have deleted
@@ -140,7 +139,7 @@ class FileStore:
         return found
 
     def decode(self, path: Path, content: bytes, kind: type[T]) -> T | None:
-        """The record in a file's content; None, which the log tells, for a damaged one or one of another version."""
+        """Record in a file's content; None, which the log tells, for a damaged one or one of another version."""
         try:
             return msgspec.json.decode(content, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -161,7 +160,7 @@ class FileStore:
 
 
 class Space:
-    """Files of one key."""
+    """Directory with one key's files: lists, quotas, uploads, expiry."""
 
     def __init__(self, store: FileStore, owner: str, directory: Path) -> None:
         self.store, self.owner = store, owner
@@ -195,7 +194,7 @@ class Space:
         return []
 
     def find_file(self, file_id: str, param: str = "file_id") -> StoredFile:
-        """Raises ApiError (404) for an id that this key has not."""
+        """Record of a live file. Raises ApiError (404) for an id that this key has not."""
         record = self._record(self.files / f"{file_id}.json") if FILE_ID.fullmatch(file_id) else None
         if record is None or record.expires_at <= self.store.clock():
             raise invalid_request(
@@ -207,7 +206,7 @@ class Space:
         return self.files / f"{file_id}.data"
 
     def delete_file(self, file_id: str) -> None:
-        """Raises ApiError (404) as `find_file` does."""
+        """Delete a file. Raises ApiError (404) as `find_file` does."""
         self.find_file(file_id)
         with self.lock():
             self._remove(file_id)
@@ -300,10 +299,10 @@ class Space:
 
 
 class IncomingFile:
-    """File that arrives. Its process holds a lock on it; `Space.sweep` removes those without one."""
+    """Upload that arrives. Its process holds a lock on it; `Space.sweep` removes those without one."""
 
     def __init__(self, space: Space, num_reserved: int) -> None:
-        """Call under the space's lock."""
+        """Open it and reserve `num_reserved` bytes, under the space's lock."""
         self._space, self._num_reserved = space, num_reserved
         self._path = space.incoming / f"{secrets.token_hex(16)}.{num_reserved}"
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -311,7 +310,7 @@ class IncomingFile:
         self.num_bytes = 0
 
     def write(self, data: bytes) -> None:
-        """Raises ApiError: 413 beyond the reservation, 503 if the disk is full."""
+        """Append bytes. Raises ApiError: 413 beyond the reservation, 503 if the disk is full."""
         if self.num_bytes + len(data) > self._num_reserved:
             raise too_large(self._num_reserved)
         with no_room_is_told():

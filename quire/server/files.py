@@ -130,8 +130,8 @@ async def _attachment(space: Space, record: StoredFile) -> Response:
 
 
 class OpenFile:
-    """File that threads read and one closes, maybe while another one reads: a descriptor that is closed amid a read may
-    be another file's before the read."""
+    """File that threads read and one closes, maybe while another one reads: a descriptor closed amid a read may be
+    another file's before the read."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
@@ -148,7 +148,7 @@ class OpenFile:
 
 
 class _Attachment(StreamingResponse):
-    """Stream of a file, which is closed at the end, however it comes."""
+    """Stream of a file, closed at the end, however it comes."""
 
     media_type = "application/octet-stream"
 

@@ -191,8 +191,8 @@ def _part_ids(request_id: str, num_prompts: int, per_prompt: int) -> list[str]:
 def spaced(
     outputs: AsyncGenerator[tuple[int, RequestOutput], None], interval: int | None
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Join outputs so that each brings `interval` tokens of a completion, except a prompt's first and a completion's
-    last. interval: None: leave them as they are. Call before `outputs` begins."""
+    """Join outputs so each brings `interval` tokens of a completion, except a prompt's first and a completion's last.
+    interval: None: leave them as they are. Call before `outputs` begins."""
     EACH_STEP.set(interval is not None)
     return outputs if interval in (None, 1) else _joined(outputs, interval)
 

@@ -21,7 +21,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class ReportHeaders:
-    """Middleware that adds the headers. request_ids: return the request's X-Request-Id, or a new one."""
+    """Middleware that adds `x-quire-ignored` and X-Request-Id to responses. request_ids: return the request's
+    X-Request-Id, or a new one."""
 
     def __init__(self, app: ASGIApp, request_ids: bool) -> None:
         self.app = app

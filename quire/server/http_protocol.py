@@ -27,7 +27,7 @@ class HttpServer(uvicorn.Server):
     """Server that leaves signals to its owner, ends late connections and renews its certificate."""
 
     def __init__(self, config: uvicorn.Config, certificates: CertificateWatch | None = None) -> None:
-        """certificates: None keeps the certificate of the start."""
+        """certificates: watches files for renewal; None keeps the certificate of the start."""
         super().__init__(config)
         self._certificates = certificates
 
@@ -66,8 +66,8 @@ class HttpServer(uvicorn.Server):
 def make_http_server(
     app: FastAPI, settings: ServerSettings, *, shutdown_grace_seconds: int, clock: Clock | None = None
 ) -> HttpServer:
-    """shutdown_grace_seconds: time for open connections to finish once `should_exit` is set. clock: used for
-    timeouts."""
+    """HTTP server of one process. shutdown_grace_seconds: time for open connections to finish once `should_exit` is
+    set. clock: used for timeouts."""
     limits = ConnectionLimits.of(settings, clock or SystemClock())
     protocol: Any = functools.partial(BoundedHttpProtocol, limits)
     # Errors are logged where they become answers; uvicorn would log them again, even those any client can provoke.

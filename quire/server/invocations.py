@@ -36,7 +36,7 @@ class InvocationRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class InvocationResponse(msgspec.Struct):
-    """Response of the route that the body is for."""
+    """Answer of POST /invocations: that of the route for the body (OpenAPI only)."""
 
 
 def add_invocation_route(app: FastAPI, context: ServerContext) -> None:

@@ -14,7 +14,7 @@ from quire.server.connection import UPLOAD
 from quire.server.errors import ApiError, error_response, invalid_request, unavailable
 
 FREE_BODY_BYTES = 64 * 1024
-"""Bytes of each body that do not count, so that small requests come in while large ones hang."""
+"""Bytes of each body that do not count: small requests come in while large ones hang."""
 RETRY_AFTER_SECONDS = 1
 _ANY_TYPE_MARK = "takes_any_content_type"
 _UPLOAD_MARK = "takes_uploads"

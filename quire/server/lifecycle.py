@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OBITUARY_SECONDS = 1.0
 """Seconds of 503 at /health between the engine's death and the exit."""
 SHUTDOWN_GRACE_SECONDS = 2
-"""Time for complete answers to reach slow clients at the end."""
+"""Seconds for complete answers to reach slow clients at the end."""
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:

@@ -1,4 +1,4 @@
-"""Limits of a client's key (requests and tokens per minute), and its sharing of cached prefixes."""
+"""Limits of a client's key, and its sharing of cached prefixes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Allowance:
     """
 
     def __init__(self, per_minute: int, numbers: Numbers, clock: Clock) -> None:
-        """numbers: counters shared by all API processes."""
+        """per_minute: units refilled. numbers: counters shared by all API processes."""
         self.per_minute = per_minute
         self._clock = clock
         self._numbers = numbers
@@ -57,7 +57,7 @@ class Allowance:
 
 
 class RateLimit:
-    """Limits of one key, for all its requests together."""
+    """Rate limits of one key (requests, tokens a minute), for all its requests together."""
 
     def __init__(self, requests: int | None, tokens: int | None, numbers: Numbers, clock: Clock | None = None) -> None:
         """requests, tokens: maximum per minute, at least 1, or None. Tokens of prompts and answers count."""
@@ -86,14 +86,14 @@ class RateLimit:
 
 
 CHARGE: ContextVar[Charge | None] = ContextVar("charge", default=None)
-"""Charge that the running task's part belongs to; None if the task answers a whole request."""
+"""Charge of the running task's part; None for a whole request."""
 
 
 class Charge:
     """Charge of one request to its client: one request and the computed tokens."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
-        """Raises ApiError as RateLimit.count_request does."""
+        """Count a request. Raises ApiError as RateLimit.count_request does."""
         client = CLIENT.get()
         self._limit = None if client is None else client.limit
         self._prompts: set[Hashable] = set()
@@ -115,7 +115,7 @@ class Charge:
 
 
 def names_owner(cache_salt: str | None) -> str:
-    """The owner of the names that a request has for pictures: its key and its salt. cache_salt: request's own."""
+    """Owner of the names that a request has for pictures: its key and its salt. cache_salt: request's own."""
     return f"{OWNER.get()}:{client_salt(cache_salt)}"
 
 

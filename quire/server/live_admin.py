@@ -26,7 +26,7 @@ _formatter = logging.Formatter()
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """number: counts from 1. time: Unix time in seconds."""
+    """Line of the log for the page. number: counts from 1. time: Unix time in seconds."""
 
     number: int
     time: float
@@ -76,7 +76,7 @@ class LogTail(logging.Handler):
 
 
 class AbortLive(RequestStruct, kw_only=True, frozen=True):
-    """request_id: request's id in /debug/kv, or an answer's."""
+    """Body of POST /debug/abort. request_id: request's id in /debug/kv, or an answer's."""
 
     request_id: str
 
@@ -115,7 +115,8 @@ def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bo
     @app.get("/debug/log")
     @admin
     async def log(after: str = "0", process: str = "") -> Response:
-        """after: number of the last line that the client has of `process`; any other returns all its lines."""
+        """Log lines for the page. after: number of the last line that the client has of `process`; any other returns
+        all its lines."""
         number = whole_number("after", after, 0)
         lines = tail.lines(number if process in ("", tail.process) else 0)
         return json_response(LogLines(lines, tail.process), {"Cache-Control": "no-store"})

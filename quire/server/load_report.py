@@ -1,5 +1,4 @@
-"""Engine load in a response header, in vLLM's form, for load balancers that know ORCA (Open Request Cost
-Aggregation)."""
+"""Engine load in a response header, in vLLM's form, for load balancers (ORCA, Open Request Cost Aggregation)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ Entry = dict[int, Logprob]
 
 
 class CompletionColumns:
-    """Writer of a choice's four columns, in token order: echoed prompt, then completion, each after `begin_text`."""
+    """Writer of a completion's log-probabilities, four columns, in token order: echoed prompt, then completion, each
+    after `begin_text`."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         """as_ids: name tokens by their ids."""

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API (/v1/responses), answered by the chat endpoint, with a store of earlier responses."""
+"""OpenAI's Responses API (/v1/responses), answered by the chat endpoint."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         include: list[str] = Query([]),  # noqa: B008 - FastAPI's way to read a list
         include_obfuscation: str = "false",
     ) -> Response:
-        """Return a response, or with `stream` its events after number `starting_after`. include, include_obfuscation:
-        no effect; the response is complete anyway."""
+        """Response, or with `stream` its events after number `starting_after`. include, include_obfuscation: no effect;
+        the response is complete anyway."""
         is_streamed = truth("stream", stream)
         if starting_after is not None and not is_streamed:
             raise invalid_request("starting_after is only allowed together with stream=true", param="starting_after")

@@ -443,7 +443,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("get", "/v1/health"): _HEALTH,
 }
-"""Described routes: all enabled ones but the pages, live streams, /metrics and this document."""
+"""Described routes: all enabled ones but pages, live streams, /metrics and this document."""
 
 
 def add_openapi_route(app: FastAPI) -> None:

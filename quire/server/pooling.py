@@ -55,7 +55,6 @@ from quire.server.vector_format import bytes_response, encoded
 Body = TypeVar("Body", bound=PooledFields)
 ListT = TypeVar("ListT", bound=ListResponse)
 Text = tuple[str | list[int], str | None]
-"""Text, and the second text of a pair."""
 
 
 def add_pooling_routes(app: FastAPI, context: ServerContext) -> None:

@@ -20,7 +20,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 def takes_query(*names: str) -> Callable[[Endpoint], Endpoint]:
-    """Mark an endpoint that reads these parameters from the request."""
+    """Decorator: mark an endpoint that reads these parameters from the request."""
 
     def mark(endpoint: Endpoint) -> Endpoint:
         setattr(endpoint, _MARK, frozenset(names))

@@ -50,7 +50,7 @@ class How(msgspec.Struct):
 
 
 class Rejected(msgspec.Struct, tag=True):
-    """ApiError of an invalid body."""
+    """Helper's answer for an invalid body: an ApiError's fields."""
 
     status: int
     detail: ErrorDetail
@@ -69,7 +69,7 @@ class Ids(msgspec.Struct):
 
     @classmethod
     def of(cls, field: str, value: Any) -> Ids | None:
-        """Return None for a value without token ids."""
+        """Token ids of a field, packed for reading.py; None for other values."""
         lists = value if isinstance(value, list) else []
         is_one = bool(lists) and isinstance(lists[0], int)
         if not lists or not (is_one or isinstance(lists[0], list)):

@@ -53,7 +53,7 @@ class RequestLog(StatsListener):
         logger.info("request %s rejected by the engine", request_id, extra={"fields": fields})
 
     def note_finished(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
-        """Log the end of a request, for `EngineMetrics.on_finished`."""
+        """Log a request's end, for `EngineMetrics.on_finished`."""
         reasons = sorted({each.finish_reason for each in output.outputs if each.finish_reason is not None})
         fields: dict[str, object] = {
             "request_id": output.request_id,

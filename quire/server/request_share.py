@@ -31,7 +31,7 @@ def split(n: int, share: int) -> Iterator[tuple[int, int]]:
 
 
 class Turns:
-    """Places for `share` sequences of one request, given in the order of asking."""
+    """Places for `share` sequences of one HTTP request, which its parts take, given in the order of asking."""
 
     def __init__(self, share: int) -> None:
         self._num_free = share

@@ -1,5 +1,4 @@
-"""Responses that clients can continue, in memory, limited in number and bytes; the oldest leave first. With several API
-processes the parent keeps them (quire/server/shared_responses.py)."""
+"""Responses that clients can continue, in memory, limited in number and bytes; the oldest leave first."""
 
 from __future__ import annotations
 
@@ -139,7 +138,7 @@ class Responses(Protocol):
 
 
 class OwnResponses:
-    """Store of the only process."""
+    """Responses of a server with one process."""
 
     maker = 0
 

@@ -10,7 +10,8 @@ from quire.server.request_share import Turns
 
 
 class Work(NamedTuple):
-    """Engine requests of an answer, by id, and their turns (request_share.py). is_line: a batch asks for it."""
+    """Work behind an answer: its engine requests, by id, and their turns (request_share.py). is_line: a batch asks for
+    it."""
 
     names: list[str]
     turns: Turns
@@ -18,7 +19,7 @@ class Work(NamedTuple):
 
 
 class RunningAnswers:
-    """Work by answer id; several answers may share an id (a repeated X-Request-Id)."""
+    """Work of running answers by answer id, for aborts; several answers may share an id (a repeated X-Request-Id)."""
 
     def __init__(self) -> None:
         self._works: dict[str, list[Work]] = {}

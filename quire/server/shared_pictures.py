@@ -62,7 +62,7 @@ class ParentsNames:
 
 
 class PictureService:
-    """Parent's half. Several threads call its methods."""
+    """Parent's half: keeps named pictures of all API processes. Several threads call its methods."""
 
     def __init__(self, pictures: NamedPictures) -> None:
         self._pictures = pictures

@@ -81,7 +81,7 @@ class ParentsResponses:
 
 
 class ResponseService:
-    """Parent's half. Several threads call it."""
+    """Parent's half: keeps stored responses of all API processes. Several threads call it."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store

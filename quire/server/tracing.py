@@ -1,5 +1,5 @@
-"""OpenTelemetry traces (`--otlp-traces-endpoint`, extra `otel`): a span for each engine request, with vLLM's attribute
-names; `traceparent` names its parent."""
+"""OpenTelemetry traces (`--otlp-traces-endpoint`, extra `otel`): a span per engine request, with vLLM's attributes;
+`traceparent` names its parent."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def parent_of(headers: Headers) -> Context | None:
 
 @dataclass(slots=True)
 class _Traced:
-    """Request whose span is not written yet."""
+    """Request whose span is not written yet. Written at its end."""
 
     request: EngineRequest
     parent: Context | None

@@ -54,7 +54,7 @@ class Segment:
         """Log-probabilities of the text's tokens, if requested."""
 
     def as_opened(self) -> Segment:
-        """The part before its first piece."""
+        """Segment as it is before its first piece, for the event that opens it."""
         return Segment(self.index, self.kind, self.call_id, self.name)
 
     def append(self, piece: str) -> None:

@@ -1,4 +1,4 @@
-"""Uploads: multipart/form-data written to disk as it arrives. One piece is in memory at a time."""
+"""Uploads: multipart/form-data written to disk piece by piece."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Terms(NamedTuple):
 
 
 class Uploads:
-    """Uploads of one process."""
+    """Receiver of one process's uploads, within limits."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -78,7 +78,7 @@ class _Form:
     """Form that arrives. content: bytes of the file that are not written yet."""
 
     def __init__(self, content_type: str) -> None:
-        """Raises ApiError (400) for a form without a boundary."""
+        """content_type: with the boundary. Raises ApiError (400) for a form without a boundary."""
         _, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if not boundary:
@@ -126,7 +126,7 @@ class _Form:
         return piece
 
     def terms(self) -> _Terms:
-        """Purpose and life of the file, at the end of the form. Raises ApiError (400)."""
+        """Purpose and life of the file, at the form's end. Raises ApiError (400)."""
         if not self._has_ended:
             raise _malformed("its end is missing")
         for name, is_there in (("file", self._has_file), ("purpose", "purpose" in self.fields)):

@@ -1,5 +1,5 @@
 """Fit of the cost model to logged steps of a real run (docs/calibration.md): the reached share of a device's limits,
-and a step's other costs. Disturbed steps get less weight. Numbers that a log does not determine keep their values."""
+and a step's other costs. Numbers that a log does not determine keep their values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FEWEST_ROWS = 3
 ITERATIONS = 60
 DIFFERENCE = 1e-3
 PRIOR = 1e-5
-"""Weight of a profile's former value relative to a step, where the log decides little."""
+"""Weight of a profile's former value relative to a step."""
 LEAST_SPREAD = 0.02
 USUAL = 1.5
 """Residuals beyond this number of spreads count linearly."""
@@ -41,7 +41,7 @@ TRUSTING = 20
 ALL = 10.0
 """... up to a factor of e to this."""
 TOLD = 0.01
-"""Change of predicted times, on a change of a number by its own size, below which the log does not determine it."""
+"""Relative change of predicted times, per that of a number, below which the log does not determine it."""
 NO_TIME = 1e-9
 
 

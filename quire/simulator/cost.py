@@ -27,8 +27,7 @@ KERNELS_PER_LAYER = 10
 KERNELS_PER_STEP = 12
 """Kernels of the embedding, last norm, output projection and sampling."""
 ROW_PASSES = 8
-"""Reads and writes of a residual row in a layer outside matrix products: two norms and two additions, each in and
-out."""
+"""Reads and writes of a residual row in a layer outside matrix products."""
 BLOCK_TOKENS = 16
 """Tokens of a block, until `block_tokens` is set."""
 LOGIT_BYTES = 4

@@ -1,6 +1,6 @@
 """Executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds
-(docs/simulator.md). `execute` moves the clock by the host's overhead, taking a result moves it to the end of its step.
-Swapping runs beside the model."""
+(docs/simulator.md). `execute` moves the clock by the host's overhead, a result to its step's end. Swapping runs beside
+the model."""
 
 from __future__ import annotations
 

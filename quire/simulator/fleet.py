@@ -1,5 +1,5 @@
-"""Many replicas behind a router, in one process or several. Time goes in windows, whose requests the router shares out
-by the replicas' reports at their beginning."""
+"""Many replicas behind a router, in one process or several. In each window of time the router shares requests out by
+the replicas' last reports."""
 
 from __future__ import annotations
 

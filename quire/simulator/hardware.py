@@ -1,5 +1,4 @@
-"""Device profiles: data-sheet limits (`hardware.json`), and the share of them that kernels reach (`Factors`), which a
-calibration replaces (docs/simulator.md)."""
+"""Device profiles: data-sheet limits (`hardware.json`), and the share that kernels reach (`Factors`)."""
 
 from __future__ import annotations
 
@@ -50,12 +49,12 @@ class Hardware:
     dtype -> dense matrix operations per second. link_bandwidth, link_latency: bytes per second and direction to its
     peers in an all-reduce, and seconds before the first byte. pcie_bandwidth, pcie_latency: the same of copies to host
     memory. launch_overhead: seconds of a kernel in a captured graph. host_overhead: seconds of planning between steps;
-    host_overhead_per_sequence, host_overhead_per_request, host_overhead_per_new_sequence: more for each. wake_overhead:
-    extra seconds of a step after IDLE_SECONDS without work. node_size: devices that the link connects.
-    network_bandwidth, network_latency: between nodes, per device and direction. half_rows: rows at which a matrix
-    product reaches half of its full rate. token_overhead, sequence_overhead, new_sequence_overhead: further device
-    seconds. run_overhead: bytes in whose time attention of a single token moves to the next run of contiguous keys or
-    values. source: origin of the numbers; "": data sheets and usual factors. kind: "gpu" or "cpu"."""
+    host_overhead_per_...: more for each. wake_overhead: extra seconds of a step after IDLE_SECONDS without work.
+    node_size: devices that the link connects. network_bandwidth, network_latency: between nodes, per device and
+    direction. half_rows: rows at which a matrix product reaches half of its full rate. token_overhead,
+    sequence_overhead, new_sequence_overhead: further device seconds. run_overhead: bytes in whose time a single token's
+    attention moves to the next run of contiguous keys or values. source: origin of the numbers; "": data sheets and
+    usual factors. kind: "gpu" or "cpu"."""
 
     name: str
     title: str
@@ -97,7 +96,7 @@ class Hardware:
 
 
 def find(name: str) -> Hardware:
-    """The profile of a name (case does not matter) or of a JSON file from `quire simulate calibrate`. Raises UserError,
+    """Profile of a name (case does not matter) or of a JSON file from `quire simulate calibrate`. Raises UserError,
     with the nearest name suggested."""
     known = profiles()
     if name.lower() in known:
@@ -115,7 +114,7 @@ def profiles() -> Mapping[str, Hardware]:
 
 
 def read_profile(path: Path) -> Hardware:
-    """The one profile of a file. Raises UserError with the file's name."""
+    """One profile of a file. Raises UserError with the file's name."""
     try:
         entries = json.loads(path.read_text("utf-8"))
     except OSError as error:

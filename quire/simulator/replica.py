@@ -241,7 +241,7 @@ class Replica:
             clock.advance(until - clock.now())
 
     def offer(self, request: TraceRequest) -> None:
-        """Add a request that arrives. The clock may be past its arrival by the rest of a step."""
+        """Add a request that arrives. The clock may be past its arrival by a step's rest."""
         number = self._num_offered
         self._num_offered = number + 1
         self.metrics.num_requests += 1

@@ -26,7 +26,7 @@ GROWTH = 1.05
 MAX_POINTS = 14
 MAX_STAGES = 8
 SAMPLE, CONTEXT = 100, 512
-"""Requests, and tokens of context, for an estimate of a single request's time."""
+"""Requests and tokens of context to estimate a single request's time."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -66,7 +66,7 @@ class SweepResult:
 def layouts(scenario: Scenario, num_devices: int) -> list[ParallelConfig]:
     """Layouts of exactly `num_devices` devices in which the model fits: tensor parallelism in powers of two, at most
     MAX_STAGES stages, experts in each replica or spread over all devices, a context on one device or dealt to several.
-    Raises UserError, with the last one's reason, when there is none."""
+    Raises UserError, with the last one's reason, without any."""
     if num_devices < 1:
         raise UserError(f"a sweep needs at least 1 device, not {num_devices}", param="gpus")
     found, reason = [], "there is none"

@@ -1,5 +1,5 @@
-"""Made-up token ids with the prefix-cache hits of real ones. A prompt is a run of consecutive numbers: the run of its
-group, which it shares, then numbers of its own. If a prompt is its group's whole run, its output continues the run."""
+"""Made-up token ids with the prefix-cache hits of real ones. A prompt is its group's run of consecutive numbers, then
+its own. Behind a whole run the output continues it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ OWN_TOKENS = 1 << 30
 GROUP_TOKENS = 1 << 31
 """First token of the groups' runs; numbers of sequences and requests are lower."""
 BEST_LOSS, BEAM_GAP, GAP_DECAY = 0.6, 2.7, 1.5
-"""Mean log-probability that the best next token costs a beam, and the gap to the second best; the gap after the k-th is
-BEAM_GAP / k ** GAP_DECAY."""
+"""Mean log-probability that the best next token costs a beam; the gap after the k-th is BEAM_GAP / k ** GAP_DECAY."""
 ALIKE = 0.7
-"""Share of steps in which a beam draws its search's scores, not its own; two beams correlate by the square, one half.
-Measured, like the values above, on the bundled model's beams (docs/decisions/0016-simulator.md)."""
+"""Share of steps in which a beam draws its search's scores, not its own. Measured, like the values above, on the
+bundled model's beams (docs/decisions/0016-simulator.md)."""
 
 
 def prompt_tokens(number: int, num_tokens: int, group: str | None, num_shared: int) -> list[int]:

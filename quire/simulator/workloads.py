@@ -1,7 +1,6 @@
-"""Synthetic workloads: lengths like those of well-known data sets, arrivals of a random process. Lengths are lognormal
-(sigma 0.85) with the means of the paper's two data sets (§6.1, Fig. 11), cut to 512 tokens in and 1,536 out.
-`translation`: every prompt begins with the same examples (§6.4). `chat`: the prompt is the last 1,024 tokens of the
-conversation (§6.5)."""
+"""Synthetic workloads with random arrivals. Lengths are lognormal (sigma 0.85) with the means of the paper's two data
+sets (§6.1, Fig. 11), cut to 512 tokens in and 1,536 out. `translation`: every prompt begins with the same examples
+(§6.4). `chat`: the prompt is the last 1,024 tokens of the conversation (§6.5)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fork server: a process with the model's vocabulary and no threads. Its forks rehearse texts (rehearsal.py) or
-make masks (mask_process.py) over the shared vocabulary, and end with it."""
+"""Fork server: a process with the model's vocabulary and no threads. Its forks rehearse texts (rehearsal.py) or make
+masks (mask_process.py) over the shared vocabulary."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ MAX_EXPRESSION_CHARACTERS = 2**16
 """Limit of a regular expression or grammar in characters."""
 MAX_REASON = 300
 WHITESPACE = r"[ \t]{0,40}(\r?\n[ \t]{0,40})?"
-"""Blanks between the parts of JSON: one line feed with an indentation. Without a limit a model that likes blanks writes
-them until its length ends."""
+"""Blanks between the parts of JSON: one line feed with an indentation, as some models write blanks without end."""
 BEHIND = "answer"
 """Name of the grammar after a preamble."""
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})

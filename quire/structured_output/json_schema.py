@@ -1,6 +1,6 @@
-"""Normal form of JSON schemas, which llguidance follows exactly. `normalise` resolves references inside the document,
-drops keywords without effect, rewrites what llguidance gets wrong, and refuses the rest with the keyword and its place.
-The form has a small set of keywords, $ref to `#/$defs/...`, and `$digits` (quire/structured_output/schema_numbers.py).
+"""Normal form of JSON schemas, which llguidance follows exactly. `normalise` resolves references, drops keywords
+without effect, rewrites what llguidance gets wrong, and refuses the rest with keyword and place. The form has few
+keywords, $ref to `#/$defs/...`, and `$digits` (schema_numbers.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.structured_output.schema_place import SchemaPlace
 from quire.structured_output.schema_references import References
 
 MAX_DEPTH = 120
-"""Deepest nesting of a schema. llguidance reads 128 levels, and the form may have a few more than the schema."""
+"""Deepest nesting of a schema. llguidance reads 128 levels; the form may have a few more."""
 MAX_WORDS_TIMES_LENGTH = 200_000
 """Limit of words times maxLength for a pattern such as `(\\S+\\s+){0,99}`, whose masks take long."""
 MAX_LITERAL = 2**16
@@ -414,7 +414,7 @@ class Normaliser:
         return int(value)
 
     def shared(self, schema: Any) -> Any:
-        """Return a normalised schema for several places: a $ref to it if it has nested parts."""
+        """Normalised schema for several places: a $ref to it if it has nested parts."""
         if not isinstance(schema, dict) or not any(isinstance(part, dict | list) for part in schema.values()):
             return schema
         name = f"s{len(self._found.definitions)}_{len(self._names)}"

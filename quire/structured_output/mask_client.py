@@ -38,11 +38,11 @@ MAX_GRAMMAR_BYTES = 512 * 2**20
 """Memory limit of all grammars, measured as their rehearsals' growth."""
 MAX_IDLE_GRAMMAR_BYTES = 32 * 2**20
 IDLE_SECONDS = 10.0
-"""Seconds without a matcher after which grammars above MAX_IDLE_GRAMMAR_BYTES are dropped, oldest first."""
+"""Seconds without a matcher after which grammars above MAX_IDLE_GRAMMAR_BYTES go, oldest first."""
 SMALL_GRAMMAR_BYTES = 8 * 2**20
 """Largest grammar that never waits for room."""
 HANG_SECONDS = 10.0
-"""Longest seconds for one token or mask, and for a message while the process is not at work."""
+"""Longest seconds for one token, mask or idle message."""
 ALONE_SECONDS = 1.0
 """Longest seconds for which all others wait while one matcher is tried."""
 LOOK_SECONDS = 1.0

@@ -1,5 +1,5 @@
-"""Memory that the engine core and the mask process share: a board with the process's current work, and a slot for each
-matcher's mask; and a thread's scratch memory for a mask."""
+"""Memory shared by engine core and mask process: a board with the process's current work, and a slot per matcher's
+mask; and a thread's scratch memory."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class MaskScratch:
         self.address = ctypes.addressof(buffer)
         self.view = memoryview(buffer).cast("B")
         self._began = self._since = 0.0
-        """time.monotonic() at the beginning of the work; seconds of brief work since `_processor` was read."""
+        """time.monotonic() at the work's beginning; seconds of brief work since `_processor` was read."""
         self._processor = 0.0
 
     def begin(self) -> None:

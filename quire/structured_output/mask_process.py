@@ -1,6 +1,5 @@
-"""Mask process: a fork of the fork server that compiles rehearsed grammars and makes the masks of an engine's
-sequences. The engine core sends one message a step (`MaskWork`) and gets answers (`Done`); the masks lie in shared
-memory."""
+"""Mask process: a fork of the fork server that compiles rehearsed grammars and makes an engine's masks, in shared
+memory. The engine core sends a message a step (`MaskWork`) and gets answers (`Done`)."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ STACK = 2
 MEMORY = 2
 """Memory relative to a rehearsal's, above the fork's own."""
 SLOW_SECONDS = 0.003
-"""Processor seconds of a token and its mask from which a sequence is slow."""
+"""Processor seconds of a token and its mask that make a sequence slow."""
 SLOW_TOKENS = 4
 """Quick masks in a row after which a sequence is no longer slow."""
 BRIEF_SECONDS = 0.0001
@@ -443,7 +442,7 @@ class MaskProcess:
         return seconds, error, param, num_drafts
 
     def _make_draft_masks(self, slot: Slot, scratch: MaskScratch) -> int:
-        """Make the masks after drafts, up to one that is not allowed or ends the text; returns their number."""
+        """Make the masks after drafts, up to one not allowed or ends the text; returns their number."""
         assert slot.state is not None
         state, started = slot.state.copy(), time.thread_time()
         for number, (token_id, place) in enumerate(slot.drafts):

@@ -1,6 +1,5 @@
 """ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax. `parse` reads an
-expression and `written` rewrites it, because characters differ in Rust. `PatternMatcher` finds an expression in a name;
-`Languages` lists the names that it matches."""
+expression, `written` rewrites it; `PatternMatcher` finds it in a name; `Languages` lists matching names."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ MAX_DEPTH = 100
 MAX_STATES = 4096
 MAX_STEPS = 1_000_000
 STEP_CHARACTERS = 64
-"""Characters of a text that one step writes."""
 LAST_CHARACTER = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
 LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
@@ -327,7 +325,7 @@ def takes_all(node: Node | None) -> bool:
 
 
 def num_words(node: Node) -> int:
-    """Largest number of repetitions of a part with two unbounded repetitions in a row, such as `\\S+\\s+`."""
+    """Maximum repetitions of a part with two unbounded repetitions in a row, such as `\\S+\\s+`."""
     return _counted(node)[1]
 
 

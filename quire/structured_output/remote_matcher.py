@@ -34,8 +34,8 @@ class ConstraintText:
         self.job = 0
         """Number of its rehearsal; 0: none has begun."""
         self.behind = bytearray(NUM_PLACES) if behind is None else behind
-        """Record per token id modulo NUM_PLACES: STOPS if the last such token ended a sequence or forced others, one
-        less for each later one that did not, at least GOES_ON."""
+        """Record per token id modulo NUM_PLACES: STOPS if the last such token ended a sequence or forced others, less
+        one per later one that did not, at least GOES_ON."""
 
     def note(self, token_id: int, *, stops: bool) -> None:
         """stops: the token ended a sequence, or forced others."""
@@ -166,7 +166,7 @@ class RemoteMatcher:
         self.has_mask = True
 
     def new(self, grammar: int) -> New:
-        """Message that makes it in a mask process that has its grammar."""
+        """Message that makes it in a mask process with its grammar."""
         spec, serial = self.spec, self.serial if self.unanswered is None else 0
         options = spec.start_after, spec.ignore_eos, spec.allowed_token_ids
         return New(self.slot, serial, grammar, self.constraint.charge, self.tokens, *options)

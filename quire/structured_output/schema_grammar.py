@@ -1,5 +1,5 @@
-"""Conversion of a normal JSON schema for llguidance: a schema, or rules in Lark's syntax for numbers that llguidance
-would change and everything around them."""
+"""Conversion of a normal JSON schema for llguidance: a schema, or rules in Lark's syntax around numbers that llguidance
+would change."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Intersections of schemas, joined into one for rules in Lark's syntax, which have none. `Joiner` replaces `allOf`,
-`anyOf`, `oneOf` or `$ref` beside other keywords, around `$digits` or references, by one schema."""
+"""Intersections of schemas, which Lark's syntax lacks. `Joiner` makes `allOf`, `anyOf`, `oneOf` or `$ref` beside other
+keywords, around `$digits` or references, one schema."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Joiner:
         self._definitions = schema.definitions
         self._is_written: dict[int, tuple[Any, bool]] = {}
         self._flat: dict[int, tuple[Any, Any]] = {}
-        """id of a schema -> (the schema, so that its id stays unique; its form without joins)."""
+        """id of a schema -> (the schema, so its id stays unique; its form without joins)."""
         self._names: dict[tuple[str, str], str] = {}
         self._kinds: dict[int, tuple[Any, set[str]]] = {}
         self._depth = 0

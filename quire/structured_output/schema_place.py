@@ -1,5 +1,3 @@
-"""Place of a part of a JSON schema, for errors."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

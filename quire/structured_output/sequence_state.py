@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 NO_TOKEN = -1
 NOT_ALLOWED = re.compile(r"""Parser Error: token "(?:[^"\\]|\\.)*" doesn't satisfy the grammar; """)
-"""Beginning of the library's message for a token that is not allowed. There is no code for that, and asking before each
-token (`validate_tokens`) takes as long as the token."""
+"""Beginning of the library's message for a token not allowed. There is no code for it; `validate_tokens` takes as long
+as the token."""
 TOKENS_A_MASK = 8
 """Tokens without a mask after which one is made."""
 

@@ -1,8 +1,8 @@
 """Constraint service of one engine: the engine core's side of the processes that compile constraints and make
 masks.
 
-A client's text, which may take any time and memory, is first rehearsed in a fork under limits (fork_server.py);
-matchers of good texts live in the mask process (mask_process.py).
+A client's text is first rehearsed in a fork under limits (fork_server.py); matchers of good texts live in the mask
+process (mask_process.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ logger = get_logger(__name__)
 FORK_SERVER = "quire.structured_output.fork_server"
 MAX_OUTCOMES = 1024
 MAX_OUTCOME_CHARACTERS = 2**24
-"""Limit of the texts with kept outcomes, in characters."""
 SPIN_SECONDS = 0.00005
 """Seconds for which a wait spins."""
 MAX_STARTS = 3

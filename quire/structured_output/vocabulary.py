@@ -39,7 +39,7 @@ class Vocabulary:
         return self._tokenise(data) or self._longest_match(data)
 
     def _tokenise(self, data: bytes) -> list[int]:
-        """Tokens with exactly these bytes inside a text; empty if there are none."""
+        """Tokens with exactly these bytes inside a text; empty if none."""
         text = data.decode(errors="replace")
         for first in FIRST_TEXTS:
             ids = self._tokenizer.encode(first + text, add_special_tokens=False)
@@ -73,7 +73,7 @@ class Vocabulary:
 
 
 def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Return the tokenizer. Raises UserError for a model whose tokens have no text of their own."""
+    """Tokenizer. Raises UserError for a model whose tokens have no text of their own."""
     if tokenizer is None:
         raise UserError("structured outputs need a tokenizer, and this model has none", param="structured_outputs")
     if isinstance(tokenizer.pieces, WholePieces):

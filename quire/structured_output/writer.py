@@ -1,5 +1,4 @@
-"""Front end's half of structured outputs: from a request's StructuredOutputsParams to a grammar's text, which the
-engine core has compiled (service.py) or refuses."""
+"""Front end's half of structured outputs: from StructuredOutputsParams to a grammar's text for service.py."""
 
 from __future__ import annotations
 

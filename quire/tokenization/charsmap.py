@@ -16,7 +16,7 @@ from quire.tokenization.pipeline_checks import MAX_INSERTED, check_charsmap
 _PRINTABLE = range(0x20, 0x7F)
 _OTHER = "[^ -~]"
 _LONGEST_START = 16
-"""Maximum number of printable ASCII characters at the start of a sequence."""
+"""Maximum printable ASCII characters at a sequence's start."""
 
 
 class Charsmap:

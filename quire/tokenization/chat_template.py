@@ -98,8 +98,8 @@ class ChatTemplate:
         return work
 
     def write(self, work: Conversion) -> Rendering:
-        """Return the text, with token ids if the helper made them. Raises UserError for an invalid or failing template,
-        refused messages or exceeded limits; PromptTooLongError; and errors of Helpers.render."""
+        """Text, with token ids if the helper made them. Raises UserError for an invalid or failing template, refused
+        messages or exceeded limits; PromptTooLongError; and errors of Helpers.render."""
         found = self.helpers.render(work)
         if isinstance(found, Failed):
             raise self._error(found, work.max_characters)

@@ -63,9 +63,9 @@ class Messages(msgspec.Struct, frozen=True):
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """Conversation for a chat template.
 
-    add_generation_prompt: end with the start of an answer. continue_final_message: end inside the last message.
-        documents, variables: further template inputs. source: template instead of the model's. add_special_tokens: let
-        the tokenizer add its special tokens. media: image options.
+    add_generation_prompt: end with an answer's start. continue_final_message: end inside the last message. documents,
+    variables: further template inputs. source: template instead of the model's. add_special_tokens: let the tokenizer
+    add its special tokens. media: image options.
     """
 
     messages: Messages

@@ -27,11 +27,11 @@ class TokenStream(Protocol):
         ...
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token makes certain."""
+        """Text that this token makes certain."""
         ...
 
     def flush(self) -> str:
-        """Return the text held back; ends the sequence."""
+        """Text held back; ends the sequence."""
         ...
 
 

@@ -41,7 +41,7 @@ SPECIAL_KEYS = {
 }
 
 _LONGEST_WORD = 100
-"""Maximum number of characters in a word that BERT splits; longer ones are unknown."""
+"""Maximum characters in a word that BERT splits; longer ones are unknown."""
 _SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _TAIL = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
@@ -140,7 +140,7 @@ KNOWN_PATTERNS = frozenset(
 def read_gguf_tokenizer(
     file: GGUFFile, max_values: int
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces | None]:
-    """Return the tokenizer, the equivalent of its tokenizer_config.json, and the sentencepiece model, if any. Raises
+    """Tokenizer, the equivalent of its tokenizer_config.json, and the sentencepiece model, if any. Raises
     ModelLoadError for a missing, unsupported or corrupt tokenizer, or more than `max_values` tokens and parts of
     merges."""
     fields = Fields(

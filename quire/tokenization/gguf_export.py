@@ -1,6 +1,6 @@
 """Export of a tokenizer to GGUF, the inverse of `quire.tokenization.gguf`.
 
-Byte-level BPE is written with its merges and the name of its rule, a sentencepiece model with scores.
+Byte-level BPE is written with its merges and its rule's name, a sentencepiece model with scores.
 """
 
 from __future__ import annotations

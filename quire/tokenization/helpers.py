@@ -1,6 +1,5 @@
 """Pool of helper processes of a front end. A job renders a conversation, tokenizes a long text, or reads a large
-request body. Helpers start on demand, are reused, and end with the front end. One that exceeds a limit, hangs or dies
-fails only its job."""
+request body. Helpers start on demand and are reused. One that exceeds a limit, hangs or dies fails only its job."""
 
 from __future__ import annotations
 
@@ -46,13 +45,13 @@ from quire.utils.sizes import format_bytes
 LONG_TEXT_CHARACTERS = 2**18
 """Length from which a helper tokenizes a text."""
 UNKNOWN_PATTERN_CHARACTERS = 2**8
-"""Same limit for a tokenizer with patterns of its own. The worst known takes 0.6 s for 256 characters and 34 s for
+"""Same limit for a tokenizer with patterns of its own: the worst known takes 0.6 s for 256 characters, 34 s for
 4,096."""
 START_SECONDS = 60.0
 GRACE_SECONDS = 1.0
 """Time after a rendering helper's own timers before this side kills it, in seconds."""
 JOINED_BYTES = 64 * 2**10
-"""Maximum size of a job sent in one piece, so that the helper wakes once."""
+"""Maximum size of a job sent in one piece, so the helper wakes once."""
 MAX_BYTES_PER_CHARACTER = 4
 REPLY_OVERHEAD_BYTES = 16 * 2**10
 

@@ -1,5 +1,4 @@
-"""Tokenizer of a Hugging Face directory, as Transformers builds it: from tokenizer.json, or vocab.json with merges.txt,
-by the class that the files name (`tokenizer_names`), with all files' special tokens."""
+"""Tokenizer of a Hugging Face directory, as Transformers builds it: by the class that the files name."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class HFTokenizer(NamedTuple):
 
 class Directory(NamedTuple):
     """Model directory. config, model: tokenizer_config.json and config.json. name: given by the user. limit: maximum
-    number of values in a file."""
+    values in a file."""
 
     path: Path
     name: str

@@ -1,6 +1,6 @@
 """Infilling: prompts for models trained to write the text between a prefix and a suffix.
 
-Special tokens mark both; a tokenizer that has a family's tokens belongs to it.
+A tokenizer with a family's special tokens belongs to it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from quire.tokenization.vocabulary_limits import check_pieces
 
 _LONGEST_PART = 2**13
-"""Maximum number of characters joined at once. Only a longer text without natural cuts is cut here."""
+"""Maximum characters joined at once. Only a longer text without natural cuts is cut here."""
 _LONGEST_KEPT = 64
 _MOST_KEPT = 2**16
 _MOST_NESTED = 64

@@ -57,7 +57,7 @@ class BytePieces:
 class LocalPieces:
     """Token-by-token decoding. `of` returns a token's text inside a text, or the byte of a byte token.
 
-    left_strip: (character, maximum count) to remove from the start of the text.
+    left_strip: (character, maximum count) to remove from the text's start.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, byte_fallback: bool, left_strip: tuple[str, int]) -> None:

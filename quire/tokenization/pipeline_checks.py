@@ -17,11 +17,11 @@ MAX_STEPS = 64
 MAX_GROWTH = 64
 """Maximum growth factor of a text."""
 MAX_INSERTED = 256
-"""Maximum number of characters that a step writes at once."""
+"""Maximum characters that a step writes at once."""
 MAX_ADDED_TOKENS = 64
-"""Maximum number of tokens around a text, and of the parts that place them."""
+"""Maximum tokens around a text, and of the parts that place them."""
 LONGEST_WORD = 256
-"""Maximum number of characters in a word that WordPiece splits (`max_input_chars_per_word`; usually 100)."""
+"""Maximum characters in a word that WordPiece splits (`max_input_chars_per_word`; usually 100)."""
 _LETTERS_PER_CHARACTER = 4
 _NEVER_EMPTY = re.compile(r"(?:\\s| |\[[^\]\[\\^]+\])(?:\+|\{[1-9]\d*,\})?")
 """Patterns of runs of blanks, which most tokenizers have."""

@@ -89,6 +89,6 @@ class StopStrings:
         return StopMatch(seen[:safe], None)
 
     def flush(self) -> str:
-        """Return the text held back."""
+        """Text held back."""
         held, self._held, self._node = self._held, "", 0
         return held

@@ -20,8 +20,8 @@ from quire.tokenization.template_content import ImagesRefusedError, adapt_messag
 
 MAX_REASON_CHARACTERS = 1_000
 CONTINUE_MARK = "MODEL_CONTINUES_THIS_HERE_ "
-"""Mark at the end of a continued message while rendering. Its final space shows whether the template trims. Templates
-that escape or change case leave it intact, like Transformers' mark of equal length."""
+"""Mark at the end of a continued message while rendering. Its final space shows whether the template trims; escaping
+and case changes leave it intact."""
 
 
 class ChatTemplateError(jinja2.TemplateError):

@@ -11,7 +11,7 @@ MAX_CUT_CHARACTERS = 2**20
 """Limit for a text whose end `truncate_prompt_tokens` keeps, unless the context allows more."""
 USUAL_CHARACTERS_PER_TOKEN = 8
 UNCOUNTED_CHARACTERS = 2**18
-"""Length up to which a text is tokenized at once, unless the context's usual length is more."""
+"""Length up to which a text is tokenized at once, unless the context's is more."""
 COUNTED_CHARACTERS = 2**16
 """Size of the pieces in which longer texts are counted first."""
 SEAM_TOKENS = 1024

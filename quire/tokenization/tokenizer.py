@@ -102,7 +102,7 @@ class Tokenizer:
         """True if its files have regular expressions of unknown cost."""
         self._texts: dict[int, str] = {}
         self.encode_elsewhere: Callable[[str, bool], list[int]] | None = None
-        """Function that encodes texts longer than `inline_characters` in another process. Servers set both."""
+        """Function that encodes texts longer than `inline_characters` in another process; servers set both."""
         self.inline_characters = 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -235,8 +235,8 @@ def load_tokenizer(
     chat_template: str | None = None,
 ) -> Tokenizer:
     """Load the tokenizer of a directory, a GGUF file, a hub id or "bundled". Raises ModelLoadError. vocab_size: the
-    model's; it limits the tokenizer's entries, and so its memory. download_dir: folder for downloads; None: the hub
-    library's cache. chat_template: file or text of a template instead of the model's."""
+    model's; it limits the tokenizer's entries. download_dir: folder for downloads; None: the hub library's cache.
+    chat_template: file or text of a template instead of the model's."""
     limit = max_values(vocab_size)
     path = find_model(str(path_or_id), revision=revision, config_only=True, download_dir=download_dir)
     config = read_optional_json(path / "tokenizer_config.json")

@@ -1,7 +1,6 @@
 """Tokenizer classes that Transformers builds itself, whatever pipeline tokenizer.json describes.
 
-`tokenizer_class` of tokenizer_config.json, or the model's type, names a class. Most use tokenizer.json unchanged
-(FROM_FILE), the others only its vocabulary and merges. Other classes are refused.
+Most use tokenizer.json unchanged (FROM_FILE), the others only its vocabulary and merges. Other classes are refused.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class TokenizerClass:
     the options and the named special tokens. tokens: default named special tokens. extra: further ones. own_tokens:
     special tokens with names of the class. template: tokens around a text: "file" (tokenizer.json's), "flags"
     (add_bos_token, by default `adds_bos`, and add_eos_token), or a function. special_again: add special tokens again at
-    the end, "plain" without their stripping options, or "same"."""
+    the end, "plain" (without stripping) or "same"."""
 
     model: str
     build: Build

@@ -19,17 +19,17 @@ NUM_OTHER_TOKENS = 2**15
 VALUES_PER_TOKEN = 6
 """Values per token: one for the token (two with a score), two for each merge."""
 MAX_TOKENIZER_VALUES = 2**21
-"""Maximum number of values in a file for any vocabulary: a million tokens with scores."""
+"""Maximum values in a file for any vocabulary: a million tokens with scores."""
 LONGEST_PIECE = 512
-"""Maximum number of characters in an entry; in byte-level vocabularies one per byte."""
+"""Maximum characters in an entry; in byte-level vocabularies one per byte."""
 MAX_PATTERN = 2**14
-"""Maximum number of characters in a regular expression or other text that is not an entry."""
+"""Maximum characters in a regular expression or other text that is not an entry."""
 _STEP_TEXT = re.compile(rb'"(Regex|String|precompiled_charsmap)"\s*:\s*$')
-"""Key before the text of a step. Character tables have a check of their own."""
+"""Key before a step's text. Character tables have a check of their own."""
 
 
 def max_values(vocab_size: int | None) -> int:
-    """Maximum number of values in a file. vocab_size: the model's, if known."""
+    """Maximum values in a file. vocab_size: the model's, if known."""
     num_tokens = (LARGEST_VOCABULARY if vocab_size is None else vocab_size) + NUM_OTHER_TOKENS
     return min(MAX_TOKENIZER_VALUES, VALUES_PER_TOKEN * num_tokens)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from quire.clock import Clock, SystemClock
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""Caller of the work that a task submits. A server sets the name of its client's key, or its address."""
+"""Caller of a task's work: in a server its client's key name or address."""
 UNITS_PER_SECOND = 2**18
 """Rate at which work of one caller is ordered: long-waiting work comes before shorter new work."""
 

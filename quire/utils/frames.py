@@ -67,8 +67,8 @@ class FrameReader:
         self._held = b""
 
     def read(self, max_bytes: int, waiting: Waiting | None = None) -> bytes | bytearray | None:
-        """Next message; None at the end of the connection. Raises ValueError for more than `max_bytes`,
-        TimeoutError after the limit."""
+        """Next message; None at the connection's end. Raises ValueError for more than `max_bytes`, TimeoutError after
+        the limit."""
         while len(self._held) < HEADER.size:
             if waiting is not None:
                 waiting.apply(self._connection)

@@ -1,6 +1,5 @@
-"""GGUF reader: header, metadata and table of tensors, every number checked before use. Numbers are little-endian.
-Imports neither torch nor numpy. Files may be hostile: every fault is a ModelLoadError, nothing is read outside the
-file, and the limits below bound the work."""
+"""GGUF reader: header, metadata and table of tensors, without torch or numpy. Files may be hostile: every fault is a
+ModelLoadError, nothing is read outside the file, and the limits below bound the work."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Array:
-    """Array that is not decoded: `count` elements of the type from `start` on."""
+    """Array not decoded: `count` elements of the type from `start` on."""
 
     type: int
     count: int
@@ -115,8 +114,8 @@ class _Array:
 
 class GGUFFile:
     """Open GGUF file, or the files of a split model. metadata: values of the first file by key; arrays are
-    placeholders, read by `strings` and `numbers`. tensors: by name, in the files' order. The mapping is private;
-    `release` drops the pages of a copied tensor. A context closes the file once no view is held."""
+    placeholders, read by `strings` and `numbers`. tensors: by name, in the files' order. `release` drops a copied
+    tensor's pages. A context closes the file once no view is held."""
 
     def __init__(self, path: Path) -> None:
         """Open and check the header of each file. Raises ModelLoadError with the file's name."""

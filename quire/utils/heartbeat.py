@@ -1,7 +1,7 @@
 """Signs of life of a process: sending, hearing, and checks of progress.
 
-A thread of the process writes a byte into a pipe at every beat: the time without progress of its loop and its threads.
-It stops when the whole process is stopped, or a thread never releases the interpreter.
+A thread writes a byte into a pipe at every beat: the time without progress of the process's loop and threads. It stops
+with the process, or when a thread never releases the interpreter.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ HUNG_ENGINE_TIMEOUT = 60.0
 MAX_GAP = 2 * BEAT_SECONDS
 """Longest time between two looks that counts as silence."""
 MIN_CPU_SHARE = 0.01
-"""Share of one core below which a process does not compute. Beats, and library threads that poll a hundred times a
-second, use up to a third of it."""
+"""Share of one core below which a process does not compute. Beats and polling library threads use up to a third of
+it."""
 TENTHS = 10
 """Units of a beat's byte in a second; the byte is at most LONGEST."""
 LONGEST = 190

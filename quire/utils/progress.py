@@ -32,7 +32,7 @@ class ProgressBar:
         self._bar: Any = None if isinstance(make, bool) else self._made(make)
 
     def update(self, completed: int, note: str = "") -> None:
-        """Show `completed` of `total`, with `note` at the end of the line."""
+        """Show `completed` of `total`, with `note` at the line's end."""
         if self._bar is None:
             if not self._is_wanted or time.monotonic() - self._started < SHOW_AFTER_SECONDS:
                 return

@@ -1,5 +1,5 @@
-"""Private directory for one engine process's sockets, removed after any kind of death. Parent and child lock it while
-they live; the parent removes it, else the child or the next engine on this machine."""
+"""Private directory for one engine process's sockets, removed after any kind of death. Parent and child lock it; the
+parent removes it, else the child or the machine's next engine."""
 
 from __future__ import annotations
 

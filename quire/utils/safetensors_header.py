@@ -1,4 +1,4 @@
-"""Bounded reading of a safetensors file's header, JSON that lists its tensors. The library reads the weights."""
+"""Bounded reading of a safetensors file's header, JSON that lists its tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Numbers that several processes count, each in its own slot of a mapped file, and can sum at any time, even while a
-process is stopped."""
+"""Numbers that several processes count, each in its slot of a mapped file, and can sum at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""vLLM's public modules as `quire.vllm`, so that `sed -E 's/\bvllm\b/quire.vllm/g'` makes a program run.
+r"""vLLM's public modules as `quire.vllm`, so `sed -E 's/\bvllm\b/quire.vllm/g'` makes a program run.
 
 Each module has Quire's classes under vLLM's names, loaded on first use. An unsupported name raises ImportError with the
 reason.

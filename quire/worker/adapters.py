@@ -39,10 +39,10 @@ class NoAdapterLoads:
 
 
 class AdapterLoads:
-    """Loader of one model's adapters, which plans start."""
+    """Loads of one model's adapters (LoRA) into slots, which plans order and Worker starts and reports."""
 
     def __init__(self, adapters: ModelAdapters, held: Mapping[int, AdapterRef]) -> None:
-        """held: adapters that slots held before a sleep, loaded again here. Raises ModelLoadError."""
+        """held: slot -> adapter that it held before a sleep, loaded again here. Raises ModelLoadError."""
         self._adapters = adapters
         self._thread = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
         self._loading: dict[int, Future[None]] = {}

@@ -1,5 +1,3 @@
-"""Block tables of all rows, one per KV group, in kernel blocks."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -26,7 +24,8 @@ class TableShape(NamedTuple):
         return -(-num_tokens // (self.block_size * self.kernel_blocks)) * self.kernel_blocks
 
     def entries(self, block_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
-        """Table entries (numbers of kernel blocks) of some blocks, in order."""
+        """Table entries (numbers of kernel blocks) of some blocks, in order. A pool block may be several kernel
+        blocks."""
         if self.kernel_blocks == 1:
             return block_ids
         first = np.array(block_ids, np.int32)[:, None] * self.kernel_blocks
@@ -72,7 +71,7 @@ class BlockTables:
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Tables, per group, for kernels."""
+        """Tables that kernels read, per KV group [num_rows, entries] int32."""
         return self._tables
 
     @property
@@ -85,7 +84,8 @@ class BlockTables:
         return counts
 
     def room(self, rows: np.ndarray) -> np.ndarray:
-        """Number of positions of each row with slots in all KV groups, [R]."""
+        """Number of positions of each row with slots in all KV groups, [R]. Checked before a step's positions are
+        accepted."""
         sizes = np.array([shape.block_size if shape.has_slots else 0 for shape in self.shapes])
         kept = np.flatnonzero(sizes)
         found: np.ndarray = np.min(self._num_entries[kept][:, rows] * sizes[kept, None], axis=0)
@@ -105,7 +105,8 @@ class BlockTables:
     def replace(
         self, row: int, group: int, logical_index: int, block_id: int
     ) -> tuple[int, Sequence[int] | np.ndarray]:
-        """Replace one block. Returns the index of the first written entry, and the entries."""
+        """Replace one block of a row's table (copy on write). Returns the index of the first written entry, and the
+        entries."""
         shape = self.shapes[group]
         start, entries = logical_index * shape.kernel_blocks, shape.entries([block_id])
         assert start < self._num_entries[group, row], "only an entry that exists can be replaced"
@@ -113,7 +114,7 @@ class BlockTables:
         return start, entries
 
     def trim(self, row: int, kept: Sequence[int]) -> None:
-        """Truncate a row's tables to `kept` blocks per group."""
+        """Truncate a row's tables to `kept` blocks per group, after rejected drafts."""
         for group, (shape, table, count) in enumerate(zip(self.shapes, self._tables, kept, strict=True)):
             end, count = self._num_entries[group, row], count * shape.kernel_blocks
             if count < end:
@@ -138,7 +139,8 @@ class BlockTables:
         ]
 
     def written(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[int]:
-        """Block ids, over all KV groups, that hold positions starts .. ends - 1 of `rows` (all [S] int64)."""
+        """Block ids, over all KV groups, that hold positions starts .. ends - 1 of `rows` (all [S] int64). They must
+        not be in a transfer to the host."""
         blocks = []
         for table, shape in zip(self._tables, self.shapes, strict=True):
             first = starts // shape.block_size

@@ -1,6 +1,6 @@
 """Step columns: integers per token that a model reads beside token ids and positions (`CausalLM.columns`). A request
-brings a 32-bit integer per column (`EngineRequest.columns`), from which the rule in `STEP_COLUMNS` derives its tokens'
-values, or lists them (`EngineRequest.token_columns`). Only requests with equal values share prefix-cache blocks."""
+brings an integer per column (`EngineRequest.columns`), from which a rule derives its tokens' values, or lists them
+(`EngineRequest.token_columns`). Only requests with equal values share prefix-cache blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Rule(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One step column. name: used by requests and models."""
+    """One step column: an int per token that a model reads beside token ids (such as rotary positions). name: used by
+    requests and models."""
 
     name: str
     rule: Rule
@@ -65,7 +66,7 @@ class ColumnValues:
         self.listed = ListedValues(num_rows)
 
     def set(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
-        """Set a row's values; missing ones are 0. lists: `NewSequence.token_columns`."""
+        """Set a row's values; missing ones are 0. lists: `NewSequence.token_columns`. As a sequence takes the row."""
         if not self.names:
             return
         self.rows[row] = [values.get(name, 0) for name in self.names]

@@ -1,7 +1,4 @@
-"""Model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
-
-Full graphs are captured at the start, most piecewise ones in idle time or at first use.
-"""
+"""Model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ logger = get_logger(__name__)
 
 
 class DeviceBackend(Protocol):
-    """Part of the attention back end that a forward pass uses."""
+    """Interface of a device's attention or state back end that CudaGraphRunner needs to run and capture passes."""
 
     def plan(self, batch: DeviceBatch) -> AttentionStep: ...
 
@@ -37,7 +34,7 @@ class DeviceBackend(Protocol):
 
 
 class DeviceBackends(NamedTuple):
-    """Back ends of attention and of recurrent states."""
+    """A model's back ends of attention and of recurrent states on a device."""
 
     attention: DeviceBackend
     states: StateBackend
@@ -73,7 +70,8 @@ class PassShape:
 
 
 class CudaGraphRunner:
-    """Runs forward passes. Inputs of captured sizes must always be in the same tensors."""
+    """Runs forward passes on a device, eagerly or by captured CUDA graphs. Inputs of captured sizes must always be in
+    the same tensors."""
 
     def __init__(
         self,
@@ -83,7 +81,7 @@ class CudaGraphRunner:
         settings: ExecutionSettings,
         capture: GraphCapture | None,
     ) -> None:
-        """capture: None without graphs; then `settings` must allow none."""
+        """capture: records graphs; None without them, then `settings` must allow none."""
         self.settings = settings
         self._all = settings.executions()
         assert capture is not None or not self._all, "CUDA graph sizes are configured, but no GraphCapture was given"
@@ -115,7 +113,7 @@ class CudaGraphRunner:
 
     @property
     def has_uncaptured(self) -> bool:
-        """True if `capture_next` has work."""
+        """True while sizes remain for `capture_next`, which idle workers call."""
         return bool(self._wanted)
 
     def run(
@@ -243,7 +241,8 @@ class _CapturedPass(Protocol):
 
 @dataclass(frozen=True)
 class _FullPass:
-    """Captured pass of one size as a single graph. inputs: addresses at capture."""
+    """Captured pass of one padded batch size as a single graph, replayed for steps up to it. inputs: addresses at
+    capture."""
 
     graph: Graph
     inputs: tuple[int, ...]
@@ -263,7 +262,8 @@ class _AttentionCall:
 
 @dataclass(frozen=True)
 class _PiecewisePass:
-    """graphs[i] ends with the input of calls[i]; `last` follows the last call."""
+    """Captured pass of one size in pieces between attention calls: graphs[i] ends with the input of calls[i]; `last`
+    follows the last call."""
 
     backends: DeviceBackends
     graphs: list[Graph]

@@ -1,5 +1,5 @@
-"""Worker's half of drafts: finds drafts for a sequence's next step and accepts those of this step. A draft is
-accepted if it equals the token sampled at its position, so drafts never change a sequence's tokens."""
+"""Worker's half of drafts. A draft is accepted if it equals the token sampled at its position, so drafts never change a
+sequence's tokens."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ class HostDrafts:
         self.finder, self._overwrite = oracle, oracle.overwrite
 
     def forget(self, row: int) -> None:
-        """Reset a row for another sequence."""
+        """Reset a row's drafts as another sequence takes it."""
 
     def copy(self, source: int, destination: int) -> None:
-        """Reset a row that starts as a copy of another."""
+        """Reset the drafts of a row that starts as a copy of another (a fork)."""
 
     def _found(self, row: int, length: int, wanted: int) -> list[int]:
         tokens: list[int] = self._drafts[row, : self._counts[row]].tolist()
@@ -145,7 +145,7 @@ class HostDrafts:
         return found
 
     def tokens_of(self, rows: np.ndarray) -> list[list[int]]:
-        """Drafts of rows from the last `look_up`, [R, max drafts]."""
+        """Drafts of rows from the last `look_up`, [R, max drafts]. For the step's result."""
         tokens: list[list[int]] = self._drafts[rows].tolist()
         return tokens
 
@@ -164,13 +164,13 @@ class HostDrafts:
 
 
 def num_to_skip(num_fruitless: int) -> int:
-    """Steps that skip their look-up, behind `num_fruitless` look-ups in a row without a result."""
+    """Number of next steps without a look-up, behind `num_fruitless` fruitless ones in a row."""
     return max(0, STRIDE * min(MOST_STRIDES, num_fruitless // PATIENCE) - 1)
 
 
 def note_found(result: StepResult, plan: StepPlan, counts: Sequence[int], tokens: Sequence[list[int]]) -> None:
-    """Add the next step's drafts to a result. counts, tokens (if the step expects masks): for the samples that are not
-    pooled, as in Accepted."""
+    """Add the next step's drafts to a result. counts, tokens (if the step expects masks): for the samples not pooled,
+    as in Accepted."""
     expected = set(plan.masked_samples)
     for place, (index, count) in enumerate(zip(generated_samples(plan), counts, strict=True)):
         if count:

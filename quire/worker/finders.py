@@ -1,8 +1,8 @@
-"""Finders of drafts in texts on a CPU: the sequence's own text, earlier outputs for its client, and the request's
-prediction. `method: ngram` copies what follows the latest earlier occurrence of the longest run of last tokens.
-`method: suffix`: the latest `MOST_PLACES` places of the own text, and of the others, where at least the last two tokens
-occur, vote; a token's probability is the product of the shares up to it, and the path with the highest sum wins. A
-prediction comes first, by its place with the longest match."""
+"""Finders of drafts on a CPU: in the sequence's text, earlier outputs for its client, and the request's prediction.
+`method: ngram` copies what follows the latest earlier occurrence of the longest run of last tokens. `method: suffix`:
+the latest `MOST_PLACES` places of the own text, and of the others, where at least the last two tokens occur, vote; a
+token's probability is the product of the shares up to it, and the path with the highest sum wins. A prediction comes
+first, by its place with the longest match."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUNS = (2, 4)
 MOST_PLACES = 4
 PREDICTED_MATCH = 64
 MOST_LENGTHS = 4
-"""Maximum number of run lengths in one index."""
+"""Maximum run lengths in one index."""
 CORPUS_TOKENS = 2**20
 """Maximum tokens of ended outputs per scope; beyond it the older half is dropped."""
 CORPORA_BYTES = 64 * 2**20
@@ -28,7 +28,7 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 
 class Finder(Protocol):
-    """Finds drafts for request slots."""
+    """Finds drafts for request slots in earlier text; a drafter asks it before each step."""
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
         """Start a sequence of `num_tokens` in a row. scope: only requests of equal scopes share texts. prediction:
@@ -36,7 +36,7 @@ class Finder(Protocol):
         ...
 
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
-        """Start a row as a copy of another's first tokens."""
+        """Start a forked row with another's first `num_tokens` tokens."""
         ...
 
     def rewrite(self, row: int, position: int) -> None:
@@ -56,7 +56,7 @@ class Finder(Protocol):
 
 
 class NoFinder:
-    """Finder that finds nothing."""
+    """Finder that finds nothing. For heads, models or oracles."""
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None: ...
 
@@ -76,7 +76,7 @@ NO_FINDER = NoFinder()
 
 
 class Corpus(Protocol):
-    """Ended outputs of one scope."""
+    """Index of the ended outputs of one scope (LoRA, tenant), to look drafts up in."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -89,7 +89,7 @@ class MakeCorpus(Protocol):
 
 
 class Texts(Protocol):
-    """Texts of request slots; `begin` precedes other calls for a row."""
+    """Running sequences' texts by request slot, indexed for look-ups; `begin` precedes other calls for a row."""
 
     def begin(self, row: int, corpus: Corpus | None, prediction: np.ndarray) -> None: ...
 
@@ -118,7 +118,8 @@ class Texts(Protocol):
         drafts: np.ndarray,
         counts: np.ndarray,
     ) -> int:
-        """Look up by `method: suffix`."""
+        """Look up by `method: suffix`: the likeliest tokens after the longest matches. Writes `drafts` and `counts`, as
+        `find_runs`."""
         ...
 
 
@@ -175,7 +176,7 @@ class Corpora:
     """Ended outputs by scope. Eviction depends only on the order of requests, so all ranks evict the same."""
 
     def __init__(self, make_corpus: MakeCorpus, max_texts: int, max_bytes: int = CORPORA_BYTES) -> None:
-        """max_texts: per scope; 0: keep nothing. max_bytes: of all texts."""
+        """max_texts: limit of texts per scope; 0: keep nothing. max_bytes: limit of all texts."""
         self.max_texts = max_texts
         self._make_corpus = make_corpus
         self._max_bytes = max_bytes

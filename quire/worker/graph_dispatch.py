@@ -30,7 +30,7 @@ class ExecutionSettings:
 
     @property
     def draft_sizes(self) -> tuple[int, ...]:
-        """Sequence counts that decode batches with drafts are padded to."""
+        """Numbers of sequences that decode batches with drafts are padded to, one CUDA graph each."""
         return tuple(size for size in self.full_sizes if 0 < size * self.draft_rows <= MOST_DRAFT_TOKENS)
 
     def executions(self) -> list[Execution]:
@@ -60,7 +60,7 @@ class Execution:
 
     @property
     def captured_as(self) -> Execution:
-        """Execution under which a captured pass for this one is kept."""
+        """Key of the captured pass that serves this execution."""
         return replace(self, num_seqs=1) if self.kind == "piecewise" else self
 
 

@@ -1,5 +1,5 @@
-"""Drafts of a head (quire/models/draft_head.py). After each step the head computes the step's tokens with a known
-successor; drafts start from the last result."""
+"""Drafts of a head (quire/models/draft_head.py). The head computes each step's tokens with a known successor; drafts
+start from the last result."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class ImageOverlays:
         return self._overlay(plan, batch) if self._shown else None
 
     def take_seconds(self) -> float:
-        """Seconds of encoding since the last call."""
+        """Seconds spent encoding images since the last call, for StepResult."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -74,7 +74,7 @@ class ImageOverlays:
         return self.encoder.config.working_bytes(min(max_tokens, self._largest_tokens))
 
     def release_workspaces(self) -> None:
-        """Free working memory and drop all features."""
+        """Free working memory and drop all features, for a sleep."""
         self._kept.clear()
         self._partly.clear()
         self.encoder.release_workspaces()

@@ -60,7 +60,7 @@ class InputBatch(NamedTuple):
 
     @property
     def num_read(self) -> int:
-        """R, the number of tokens whose hidden states are read."""
+        """R, the number of tokens whose hidden states are read (for logits, pooling or drafts)."""
         return int(self.read_start[-1])
 
     @property
@@ -70,7 +70,7 @@ class InputBatch(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """True if each sequence has one new token, plus drafts."""
+        """True if each sequence has one new token, plus drafts. Such batches use full CUDA graphs."""
         return self.num_tokens == len(self.rows) + (0 if self.num_drafts is None else int(self.num_drafts.sum()))
 
     @property

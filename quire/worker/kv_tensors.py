@@ -1,4 +1,4 @@
-"""Memory of the KV pools: one tensor per page of a block, on the device and, for swapping, on the host."""
+"""Memory of the KV pools: one tensor per page of a block."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
 
 
 def prefault(pages: Sequence[torch.Tensor], num_threads: int) -> None:
-    """Write to the pool's memory, so that the system provides it now. Raises InsufficientMemoryError if the pool
-    exceeds the available memory."""
+    """Write to the pool's memory, so the system provides it now. Raises InsufficientMemoryError if the pool exceeds the
+    available memory."""
     total, available = sum(page.nbytes for page in pages), available_memory()
     if total > available:
         raise InsufficientMemoryError(

@@ -13,8 +13,8 @@ class BlockTransfers(Protocol):
     """Copies blocks between the pools, one plan at a time, in the order that `quire.step` documents."""
 
     def start(self, swap_out: Pairs, swap_in: Pairs) -> None:
-        """Start copies. swap_out: (device block, host block). swap_in: (host block, device block), after all of
-        swap_out."""
+        """Start a plan's copies between pools. swap_out: (device block, host block). swap_in: (host block, device
+        block), after all of swap_out."""
         ...
 
     def is_reading(self, blocks: Iterable[int]) -> bool:

@@ -11,7 +11,8 @@ from quire.worker.input_batch import InputBatch
 
 
 class ListedValues:
-    """Listed values by row: [C, tokens] int64 up to the last listed token, in all C columns."""
+    """Step-column values given per token instead of by a rule (image positions), by row: [C, tokens] int64 up to the
+    last listed token, in all C columns."""
 
     def __init__(self, num_rows: int) -> None:
         self._of_rows: dict[int, np.ndarray] = {}
@@ -43,7 +44,7 @@ class ListedValues:
         self._put(destination, self._of_rows.get(source))
 
     def of_batch(self, batch: InputBatch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Tokens of a batch with listed values, [L] int64, and the values, [C, L] int64; None if there are none."""
+        """Tokens of a batch with listed values, [L] int64, and the values, [C, L] int64; None if none."""
         if not self._of_rows:
             return None
         found = np.flatnonzero(batch.starts < self._counts[batch.rows])

@@ -36,8 +36,8 @@ def read_masks(
 def _with_drafts(
     inputs: SamplingInputs, places: dict[int, int], firsts: np.ndarray, num_bytes: int
 ) -> dict[int, bytes]:
-    """Masks by row for samples with drafts. places: index of a sample that expects masks -> its place among those with
-    rows."""
+    """Packed token masks by row of logits, for samples with drafts. firsts: first row of each sample. places: index of
+    a sample that expects masks -> its place among those with rows."""
     masks, nothing = {}, bytes(num_bytes)
     for index, place in places.items():
         first, count = int(firsts[place]), int(firsts[place + 1] - firsts[place])

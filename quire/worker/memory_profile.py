@@ -25,7 +25,7 @@ def measure_memory(model: CausalLM, config: ModelConfig, limits: StepLimits, met
 
 
 def draft_memory(draft: DraftModel, limits: StepLimits) -> MemoryProfile:
-    """Memory of a draft model, measured; a draft head's activations are estimated."""
+    """Memory of a draft model, measured; a draft head's activations are estimated. Added to the main model's."""
     if draft.meter is None:
         activations = estimate_activations(draft.config, limits.max_num_tokens, limits.max_num_seqs)
         if draft.head is not None:  # what it reads, and a copy of it

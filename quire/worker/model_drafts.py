@@ -1,6 +1,8 @@
-"""Drafts of a smaller model: its likeliest tokens after a sequence's last one. Its keys and values are further layers
-of the same KV cache. It computes prompts in the same steps; a sequence without drafts may be up to MOST_BEHIND tokens
-ahead. Wrong cache entries only make drafts worse."""
+"""Drafts of a smaller model: its likeliest tokens after a sequence's last one.
+
+Its keys and values are in further layers of the same KV cache. A sequence without drafts may be up to MOST_BEHIND
+tokens ahead of it. Wrong cache entries only make drafts worse.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ FRESH = 2**62
 
 
 def layers_of(layout: KVCacheLayout, layers: range) -> KVCacheLayout:
-    """Pool's layout for a model with some of its layers, numbered from 0."""
+    """Pool's layout seen by a model that owns only some of its layers (main or draft model), numbered from 0."""
     groups = tuple(
         replace(group, layers=tuple(each - layers.start if each in layers else FOREIGN_LAYER for each in group.layers))
         for group in layout.groups

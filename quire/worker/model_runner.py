@@ -1,5 +1,4 @@
-"""Model runner: plans in, results out, in the order of effects that `quire.step` documents. `launch` does not wait
-for the device; `Launched.collect` waits for the step's result."""
+"""Model runner: plans in, results out, in the order of effects that `quire.step` documents."""
 
 from __future__ import annotations
 
@@ -47,7 +46,8 @@ class Launched:
     error: BaseException | None = None
 
     def collect(self) -> StepResult:
-        """Wait for the step's result. Raises the error of sampling, or QuireError if its inputs have not come."""
+        """Wait for the step's result, once, on the thread that collects. Raises the error of sampling, or QuireError if
+        its inputs have not come."""
         plan, samples = self.plan, self.samples
         if self.error is not None:
             raise self.error
@@ -94,7 +94,8 @@ class Launched:
 
 
 class Computed(NamedTuple):
-    """Step after its forward pass. hidden: [R, hidden size], hidden states of the read tokens."""
+    """Step between forward pass and sampling, which may wait for masks. hidden: [R, hidden size], hidden states of the
+    read tokens."""
 
     launched: Launched
     step: ComputeStep

@@ -1,4 +1,4 @@
-"""Drafts that replay a recorded run, for benchmarks: how many are accepted is chosen, and no token changes."""
+"""Drafts that replay a recorded run, for benchmarks with a chosen acceptance."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Oracle(NoFinder):
         return found
 
     def overwrite(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Replace a drafter's tokens, [R], at positions, [R], where the text of the row, [R], is known."""
+        """Replace a drafter's tokens, [R], at positions, [R], where the row's text, [R], is known. For benchmarks with
+        a known acceptance."""
         found = tokens.copy()
         for index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             text = self._texts[row]

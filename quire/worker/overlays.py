@@ -1,5 +1,3 @@
-"""Rows that replace tokens' embeddings in a step, such as an image's features."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -23,12 +21,12 @@ class StepOverlay(NamedTuple):
     behind: Mapping[int, torch.Tensor]
 
     def over(self, rows: torch.Tensor) -> RowOverlay:
-        """Overlay for a forward pass. rows: `self.rows` on the model's device."""
+        """Overlay for a forward pass: replaces embeddings by features. rows: `self.rows` on the model's device."""
         return RowOverlay(rows, self.embeddings, self.behind)
 
 
 class OverlaySource(Protocol):
-    """Source of a step's overlay."""
+    """Source of the rows (image features) that replace tokens' embeddings in a step; ImageOverlays is one."""
 
     def of_step(self, plan: StepPlan, batch: InputBatch) -> StepOverlay | None:
         """Overlay for this step's tokens, or None. batch: plan's sequences at the computed positions. Called once

@@ -1,5 +1,3 @@
-"""Launched plan and its result, for which callers wait."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,7 +30,7 @@ class PendingStep:
 
     @property
     def has_failed(self) -> bool:
-        """True if this step or an earlier one is known to have failed."""
+        """True if this step or an earlier one is known to have failed. Later plans then fail too."""
         step: PendingStep | None = self
         while step is not None:  # a loop: as many steps may be outstanding as the caller wants
             if step._error is not None:
@@ -57,7 +55,7 @@ class PendingStep:
         return self._error
 
     def add_done_callback(self, callback: Callable[[PendingStep], object]) -> None:
-        """Call `callback` with this step when it is done, or at once."""
+        """Call `callback` with this step when it is done, or at once. Wakes the engine core."""
         if self.done():
             callback(self)
         else:

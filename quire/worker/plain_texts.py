@@ -10,7 +10,8 @@ from quire.worker.finders import MOST_PLACES, NO_TOKENS, PREDICTED_MATCH, RUNS, 
 
 
 class PlainCorpus:
-    """Corpus in Python. halves: newer and older texts, each after a separator that no sequence contains."""
+    """Corpus of ended outputs in Python, without the native module. halves: newer and older texts, each after a
+    separator that no sequence contains."""
 
     def __init__(self, max_tokens: int, max_texts: int) -> None:
         self._most = max_tokens // 2, (max_texts + 1) // 2
@@ -49,7 +50,7 @@ class Place(NamedTuple):
 
 
 class PlainTexts:
-    """Texts to look drafts up in, in Python."""
+    """Texts of running sequences to look drafts up in, in Python, without the native module."""
 
     def __init__(self, num_rows: int, lengths: list[int]) -> None:
         self._least = lengths[0]
@@ -149,7 +150,8 @@ def latest_places(text: np.ndarray, tail: np.ndarray, depth: int, most: int, *, 
 
 
 def copied(place: Place, width: int) -> list[int]:
-    """Next `width` tokens after a place in the sequence's own text, which they may continue."""
+    """Next `width` tokens after a place in the sequence's own text; past its end they repeat the copied ones. A draft
+    of `method: ngram`."""
     path: list[int] = []
     while len(path) < width:
         path.append(place.token_at(path))
@@ -157,7 +159,8 @@ def copied(place: Place, width: int) -> list[int]:
 
 
 def likeliest(voting: list[Place], depth: int, factor: float, least: float, width: int) -> list[int]:
-    """Path with the highest score. voting: places with longer matches first."""
+    """Draft of at most `width` tokens with the highest score (`method: suffix`). voting: places with longer matches
+    first."""
     best, chosen = 0.0, []
     counts = sorted({place.matched for place in voting}, reverse=True)
     for number, most_matched in enumerate(counts):

@@ -24,7 +24,7 @@ class PooledRows(NamedTuple):
 
 
 def generated_samples(plan: StepPlan) -> list[int]:
-    """Indices of the plan's samples that are tokens."""
+    """Indices of the plan's samples that are tokens, not pooled vectors."""
     pooled = set(plan.pooled)
     return [index for index in range(len(plan.sample_seq_ids)) if index not in pooled]
 

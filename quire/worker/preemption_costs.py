@@ -14,7 +14,6 @@ from quire.worker.platform.interface import MemoryMeter, StepLimits
 COPIED_BYTES = 16 * 2**20
 """Bytes copied each way: more than the caches hold, little beside the pools."""
 TIMED_TOKENS = 512
-"""Tokens of the timed prompt."""
 NUM_REPEATS = 3
 """Number of runs, of which the fastest counts; the first warms up."""
 

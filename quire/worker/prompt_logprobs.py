@@ -26,7 +26,8 @@ class PromptScores:
         return [tensor for each in self.slices for tensor in each.tensors()]
 
     def assemble(self, hosts: Iterator[torch.Tensor]) -> PromptLogprobs:
-        """hosts: `tensors` on the host; all are consumed. Raises NonFiniteLogitsError."""
+        """Prompt logprobs for the step's result. hosts: `tensors` on the host; all are consumed. Raises
+        NonFiniteLogitsError."""
         parts = [(each, [next(hosts) for _ in each.tensors()]) for each in self.slices]
         entries: list[TokenLogprobs] = []
         for each, tensors in parts:

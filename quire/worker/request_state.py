@@ -80,7 +80,7 @@ class RequestState:
         return row
 
     def release(self, seq_id: int) -> int:
-        """Free a sequence's row; returns the row."""
+        """Free a sequence's row; returns the row. At its end or preemption."""
         row = self._row_of.pop(seq_id)
         self._asked = None
         self.columns.end_text(row, self.lengths.pop(seq_id, 0))
@@ -161,6 +161,6 @@ class RequestState:
 
 
 def sampled_positions(plan: StepPlan) -> dict[int, int]:
-    """Sequence -> position of the token that this plan samples."""
+    """Sequence -> position of the token that this plan samples. Forks start there."""
     ends = (plan.start_positions[index] + plan.num_tokens[index] for index in plan.sample_from)
     return dict(zip(plan.sample_seq_ids, ends, strict=True))

@@ -44,7 +44,8 @@ class SampleRows(NamedTuple):
 def build_sample_rows(
     seq_ids: Sequence[int], sample_from: Sequence[int], batch: InputBatch, requests: RequestState
 ) -> SampleRows:
-    """sample_from: [R], indices into the batch. The rows' lengths include the new tokens from here on."""
+    """Rows of logits that a plan's samples need. sample_from: [R], indices into the batch. The rows' lengths include
+    the new tokens from here on."""
     ends, lengths = batch.ends.tolist(), requests.lengths
     for seq_id, index in zip(seq_ids, sample_from, strict=True):
         lengths[seq_id] = ends[index] + 1

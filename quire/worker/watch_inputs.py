@@ -1,5 +1,3 @@
-"""Importance matrices: mean squares of the inputs of a model's matrices over a text."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -59,7 +59,7 @@ def _computes(
 
 
 class Worker:
-    """One rank's worker: owns the model, the pools and the request state."""
+    """One rank's worker, called by its executor: owns the model, the pools and the request state."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Worker:
 
     @_computes
     def idle(self) -> bool:
-        """Capture one more graph while no plan is outstanding; returns whether one was left."""
+        """Capture one more CUDA graph while no plan is outstanding; returns whether one was left."""
         return self._runner is not None and self._runner.capture_next()
 
     @_computes

@@ -1,5 +1,5 @@
-"""Families of models: one module a family, from its config.json to a ModelShape, also of those that the engine cannot
-run (`quire plan`, `quire simulate`)."""
+"""Families of models: a module each, from config.json to a ModelShape, also of those that only `quire plan` and `quire
+simulate` know."""
 
 from __future__ import annotations
 

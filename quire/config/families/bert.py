@@ -3,7 +3,7 @@
 from quire.config.families.family import ALWAYS, Family, GGUFNames
 
 SURPLUS = r"(^|\.)(pooler|cls|lm_head)\.|embeddings\.position_ids$"
-"""Tensors that embedding models do not use: other heads, and a table of numbers in old checkpoints."""
+"""Tensors that embedding models do not use: other heads, old checkpoints' table of numbers."""
 
 
 _GGUF = GGUFNames(

@@ -51,7 +51,7 @@ _V3_VALUES = _VALUES | {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
-"""Usual values of V3; other values of `scoring_func` and `topk_method`, which Transformers ignores, are refused."""
+"""Usual values of V3; others of `scoring_func` and `topk_method`, which Transformers ignores, are refused."""
 _V2_VALUES = _VALUES | {
     "mlp_bias": False,
     "first_k_dense_replace": 0,

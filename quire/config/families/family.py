@@ -1,5 +1,5 @@
-"""Facts about a family of models that its config.json does not hold, as data, and the step from a config.json to a
-shape. Tested against Transformers' models (tests/simulator/test_shape.py)."""
+"""Facts about a family of models that config.json does not hold, and the step from config.json to a shape. Tested
+against Transformers' models (tests/simulator/test_shape.py)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ HEAD = "{head}"
 
 @dataclass(frozen=True)
 class GGUFNames:
-    """A family's names in GGUF files. architecture: value of "general.architecture". interleaved: elements of a rotated
-    pair are neighbours (Hugging Face: half a head apart). windowed: class of a model with a sliding window and the same
-    architecture; "": none. top, layer: tensors outside and inside the layers -> Hugging Face names. activation: the
-    MLP's. norm_offset: difference of a file's norm weights to Hugging Face's. caps: keys of soft caps, in the metadata
-    and in config.json. largest: layers of the model whose scores are divided by the root of the hidden size per head
-    (Gemma's 27B). gating: value of "expert_gating_func" of the family; 0: any. tiled: value heads of a state are
-    ordered by their number within a key head. layers: Hugging Face name of the list of layers. settings, rope: keys of
-    config.json and of its RoPE settings that files omit."""
+    """A family's names in GGUF files, for reading and writing. architecture: value of "general.architecture".
+    interleaved: elements of a rotated pair are neighbours (Hugging Face: half a head apart). windowed: class of a model
+    with a sliding window and the same architecture; "": none. top, layer: tensors outside and inside the layers ->
+    Hugging Face names. activation: the MLP's. norm_offset: difference of a file's norm weights to Hugging Face's. caps:
+    keys of soft caps, in the metadata and in config.json. largest: layers of the model whose scores are divided by the
+    root of the hidden size per head (Gemma's 27B). gating: value of "expert_gating_func" that identifies the family; 0:
+    any. tiled: value heads of a state are ordered by their number within a key head. layers: Hugging Face name of the
+    list of layers. settings, rope: keys of config.json and of its RoPE settings that files omit."""
 
     architecture: str
     top: Mapping[str, str]
@@ -71,32 +71,32 @@ class GGUFNames:
 @dataclass(frozen=True)
 class Family:
     """Description of a model family's config.json. model_type, aliases: names in config.json. architectures: classes;
-    GGUF files get the first. is_runnable: the engine has its layers (quire/models/registry.py); others can only be
-    planned and simulated. hidden_size to intermediate, embedding_width, window: keys of sizes; the first that exists
-    counts. intermediate_factor: default MLP width in hidden sizes (None: the key is required for a runnable family, 4
-    for others). Empty num_kv_heads: as many as heads. gated: an MLP has three matrices, not two. tied: default of tied
+    GGUF files get the first. is_runnable: the engine has its layers; others can only be planned and simulated.
+    hidden_size to intermediate, embedding_width, window: keys of sizes; the first that exists counts.
+    intermediate_factor: default MLP width in hidden sizes (None: the key is required for a runnable family, 4 for
+    others). Empty num_kv_heads: as many as heads. gated: an MLP has three matrices, not two. tied: default of tied
     embeddings. norms: norms of a layer. affine: they have a bias. query_bias: bias of queries, keys and values.
-    head_norms: norms of queries and keys: "head" (a weight for each element of one head), "whole" (of all heads) or
-    None; with head_norms_key only if that key is true. output_gate: the query projection also makes a gate.
+    head_norms: norms of queries and keys: "head" (per head), "whole" (over all heads) or None; with head_norms_key only
+    if that key is true. output_gate: the query projection also makes a gate.
 
     windows: layers with a sliding window without `layer_types`: "none", "everywhere", "unless" (`use_sliding_window` is
     false), "if" (it is true), "qwen" (if true, from `max_window_layers` on), "qwen_moe" (if true, every other one below
     `max_window_layers`), "unrotated" (if true, those without rotation), or n: all but every n-th, first layer n - 1.
     layer_types: known names in `layer_types`. has_chunks: windows are chunks of positions, in the layers that
-    `no_rope_layers` marks as rotated. is_interleaved: the elements of a rotated pair are neighbours. fused: tensors
-    that join several projections in checkpoints. position_rows: surplus rows of the table of learned positions; None:
-    positions are rotated. unused_positions: first positions that no token has. is_bidirectional: an encoder; it caches
-    nothing. has_sinks: an attention sink for each head. has_latents, has_experts: the engine runs them. has_index: an
-    indexer chooses what latent attention reads. has_shared_gate: a gate over the shared expert. corrects_choice:
-    experts are chosen by corrected scores. shares_expert: every token passes one more expert. sparse_from: first layer
-    with experts. state_layer: makes a layer with a state from the configuration and the hidden size. state_layers: True
-    for each such layer without `layer_types`.
+    `no_rope_layers` marks as rotated. is_interleaved: a rotated pair's elements are neighbours. fused: checkpoint
+    tensors that join several projections. position_rows: surplus rows of the table of learned positions; None:
+    positions are rotated. unused_positions: number of first positions without tokens. is_bidirectional: an encoder; it
+    caches nothing. has_sinks: an attention sink for each head. has_latents, has_experts: the engine runs them.
+    has_index: an indexer chooses what latent attention reads. has_shared_gate: a gate over the shared expert.
+    corrects_choice: experts are chosen by corrected scores. shares_expert: every token passes one more expert.
+    sparse_from: first layer with experts. state_layer: makes a layer with a state from the configuration and the hidden
+    size. state_layers: True for each such layer without `layer_types`.
 
-    usual_values: keys read besides sizes and rotation, with the defaults of Transformers' class; other keys are
-    ignored. Empty: all keys are read. nullable: keys of usual_values for which null means "none". renamed: other names
-    of keys -> keys. refused: unsupported keys -> values that change nothing. checkpoint_base: prefix that checkpoints
-    of the bare model omit. checkpoint_surplus: pattern of tensors to ignore. draft_prefix: prefix of a draft head's
-    tensors. draft_layer: name of a tensor of a draft head stored as the layer after the last.
+    usual_values: keys read besides sizes and rotation, with Transformers' defaults; other keys are ignored. Empty: all
+    keys are read. nullable: keys of usual_values for which null means "none". renamed: other names of keys -> keys.
+    refused: unsupported keys -> values that change nothing. checkpoint_base: prefix that checkpoints of the bare model
+    omit. checkpoint_surplus: pattern of tensors to ignore. draft_prefix: prefix of a draft head's tensors. draft_layer:
+    name of a tensor of a draft head stored as the layer after the last.
     """
 
     model_type: str

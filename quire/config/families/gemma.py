@@ -1,4 +1,4 @@
-"""Gemma 1 to 3: large heads, and from the second on four norms a layer and windows in most layers."""
+"""Gemma 1 to 3: large heads; from 2 on four norms a layer, windows in most layers."""
 
 from dataclasses import replace
 

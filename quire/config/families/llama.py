@@ -32,7 +32,7 @@ LLAMA_VALUES: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-"""The part of `Family.usual_values` that is the same in families like LLaMA."""
+"""Part of `Family.usual_values` that is the same in families like LLaMA."""
 
 
 def gguf_experts(router: str, expert: str, gate: str, up: str, down: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""OPT: learned positions, stored two rows after their number; embeddings may be narrower than the layers."""
+"""OPT: learned positions, two rows after their number; embeddings may be narrower than layers."""
 
 from quire.config.families.family import Bias, Family
 

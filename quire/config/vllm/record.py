@@ -10,7 +10,7 @@ from typing import Any
 NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 
 MEANT, NOTED, REFUSED = "accepted", "no effect", "refused"
-"""Fates of a flag: it has its meaning; it has no effect, and a note says why; it is an error that says why."""
+"""Fates of a flag: it has its meaning; no effect, and a note says why; an error that says why."""
 
 KINDS = ("flag", "int", "float", "text", "count", "length", "texts", "ints", "appended", "json", "json list", "any")
 """Kinds of values of vLLM's flags. flag: --x or --no-x. count: an integer, or 4k (4000), 4K (4096). length: a count,
@@ -23,7 +23,7 @@ class VllmFlag:
     """Flag of vLLM; with `is_keyword` also a keyword of its `LLM`. fate: MEANT, NOTED or REFUSED. target: field of
     EngineOptions or ServerSettings that gets the value; None if the flag asks for what always holds. why: difference in
     meaning, or reason. short: other spellings. values: vLLM's value -> ours. known: the only values that reach the
-    target; others are noted. harmless: values that change nothing and pass silently."""
+    target; others are noted. harmless: values that pass silently."""
 
     name: str
     kind: str

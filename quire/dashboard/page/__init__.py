@@ -1,4 +1,4 @@
-"""Live page and API page: each one HTML document joined from files here, with its Content-Security-Policy."""
+"""Live page and API page: each an HTML document of files here, with Content-Security-Policy."""
 
 from __future__ import annotations
 

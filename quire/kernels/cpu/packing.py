@@ -1,5 +1,5 @@
-"""Weights in the panel layout of the native linear kernels (csrc/kernels.h). A matrix is created at its final size and
-filled by rows while the checkpoint is read, without a second copy."""
+"""Weights in the panel layout of the native linear kernels (csrc/kernels.h). A matrix has its final size at once and is
+filled by rows as the checkpoint is read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Recording of a model's kernels, so that a step is one native call. Layers pass on placeholders; each kernel adds a
-call and returns its result's placeholder. `finish_program` places them in one arena and makes a native program for any
-number of rows."""
+"""Recording of a model's kernels, so a step is one native call. Layers pass on placeholders; each kernel adds a call;
+`finish_program` makes a native program for any number of rows."""
 
 from __future__ import annotations
 
@@ -169,7 +168,7 @@ class Recorder:
         arena: Scratch | None = None,
         others: Sequence[Buffer] = (),
     ) -> RecordedProgram:
-        """Place the buffers and build the program. result, others: kept to the end of a run. scratch: kernels' working
+        """Place the buffers and build the program. result, others: kept to a run's end. scratch: kernels' working
         memory; arena: placeholders' memory; shared between programs (None: own). A result in a shared arena can be
         overwritten by any of them: `redirect` it."""
         results = (result, *others)
@@ -298,8 +297,7 @@ def _activates(call: KernelCall, linear: KernelCall, num_readers: Counter[Buffer
 
 
 def hand_over_rows(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
-    """Mark linear layers whose only reader is the next one, so that kernels may write its layout.
-    results: buffers kept."""
+    """Mark linear layers whose only reader is the next one, so kernels may write its layout. results: buffers kept."""
     num_readers = _count_readers(calls)
     handed = list(calls)
     for place, (call, following) in enumerate(pairwise(calls)):
@@ -330,7 +328,7 @@ def _is_input_norm(norm: KernelCall, call: KernelCall) -> bool:
 
 
 def place_buffers(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> int:
-    """Set `offset` of every arena buffer; returns the total elements per row. Buffers that live at the same time do not
+    """Set `offset` of every arena buffer; returns the total elements per row. Buffers that live at once do not
     overlap."""
     last_use: dict[Buffer, int] = {}
     for index, call in enumerate(calls):

@@ -19,7 +19,7 @@ ROWS = 16
 COLUMNS = 64
 """Columns of y per program of the second product."""
 MOST_RANKS = 64
-"""Largest number of rows of A that one program computes."""
+"""Maximum rows of A that one program computes."""
 SPLIT = 512
 """Inputs from which on another program shares the first product; the second adds their sums."""
 MOST_SPLITS = 4

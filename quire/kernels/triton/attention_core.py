@@ -1,7 +1,7 @@
 """Shared functions of the attention kernels: softmax over a range of a sequence's keys, block by block, and its
-merging. A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times the GROUP query heads of a key
-head. Keys come in tiles of BLOCK_N at multiples of BLOCK_N. An unseen key has weight zero, so a row's result does not
-depend on its tile. Exponentials are powers of two."""
+merging. A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times GROUP query heads. Keys come in
+tiles at multiples of BLOCK_N. An unseen key has weight zero, so a row's result does not depend on its tile.
+Exponentials are powers of two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.kernels.triton.float8 import operand, widen_pairs
 from quire.kernels.triton.runtime import bound, dot
 
 NOTHING = tl.constexpr(-1.0e30)
-"""Maximum of a row without keys; finite, so that no difference is NaN."""
+"""Maximum of a row without keys; finite, so no difference is NaN."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

@@ -21,7 +21,7 @@ ROWS = 128
 RESIDENT_PROGRAMS = 2
 """Decode programs per multiprocessor for which shared memory is reserved."""
 SMALL_RESIDENT_PROGRAMS = 3
-"""Maximum decode programs per multiprocessor by registers, with 16 rows and heads up to 128; wider ones fit two."""
+"""Maximum decode programs per multiprocessor by registers (16 rows, heads up to 128; wider: two)."""
 SCORES_BYTES = 2 << 10
 """Bytes of shared memory in which a small tile's weights change layout."""
 RESERVED_MEMORY = 1 << 10
@@ -33,9 +33,9 @@ LONGEST_SPLIT = 16384
 FIXED_KEYS = 1024
 """Keys of a split in batch-invariant mode; a multiple of every tile."""
 SHORT_CONTEXT = 1536
-"""Sequence length in tokens below which one program per Hopper multiprocessor does not keep it busy."""
+"""Tokens below which one program per Hopper multiprocessor does not keep it busy."""
 SPLITTING_PAYS = 2048
-"""Sequence length in tokens from which a single new token in a mixed batch uses the split kernel."""
+"""Tokens from which a single new token in a mixed batch uses the split kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,8 @@ def resident_programs(shape: HeadShape, tiles: Tiles, limits: DeviceLimits) -> i
 
 
 def num_splits(num_programs: int, max_seq_len: int, block_n: int, slots: int) -> int:
-    """Parts per sequence of up to `max_seq_len` keys, so that `num_programs` (sequences x key heads) times it fill
-    `slots` concurrent programs: the fewest within a tenth of the best use."""
+    """Parts per sequence of up to `max_seq_len` keys, so `num_programs` (sequences x key heads) times it fill `slots`
+    concurrent programs: the fewest within a tenth of the best use."""
     # With many rounds the last one matters little, and parts of less than two tiles do not pay.
     most = max(1, min(MAX_SPLITS, -(-max_seq_len // (2 * block_n)), -(-4 * slots // num_programs)))
 

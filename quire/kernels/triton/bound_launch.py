@@ -1,5 +1,4 @@
-"""Launches of compiled kernels without Triton's dispatch, which takes 10 to 30 us on the host. Each call site keeps
-compiled kernels under a key at least as fine as Triton's and calls the compiled launcher. Unknown combinations are
+"""Launches of compiled kernels without Triton's dispatch, which takes 10 to 30 us on the host. Unknown combinations are
 launched by Triton first."""
 
 from __future__ import annotations

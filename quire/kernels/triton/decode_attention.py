@@ -30,7 +30,7 @@ from quire.kernels.triton.runtime import bind, bound, next_power_of_2
 UNROLLED = 8
 """Fixed splits that the reduction loads together; they are merged in order."""
 FEW_PARTS = 8
-"""Maximum splits with which one program merges all heads of a group; with more, one program merges one head."""
+"""Maximum splits with which a program merges all heads of a group; above, one head."""
 
 
 @dataclass(frozen=True, slots=True)

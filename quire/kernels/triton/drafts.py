@@ -187,7 +187,7 @@ def find_drafts(
     lookup: tuple[int, int],
 ) -> torch.Tensor:
     """Find drafts for N samples. samples, int32: rows, [R], first row of each sample, [N + 1], and token counts, [N].
-    lookup: minimum and maximum number of last tokens to match. Returns the number of drafts of each, [N] int32."""
+    lookup: minimum and maximum last tokens to match. Returns the number of drafts of each, [N] int32."""
     return _fill(_find_kernel, arena, tables, samples, *lookup, BLOCK=POSITIONS)
 
 

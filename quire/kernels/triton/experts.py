@@ -21,7 +21,7 @@ COLUMNS = 1024
 EXPERT_COLUMNS = 64
 """Columns of a result tile; a gate-and-up tile is twice as wide before the activation."""
 FEW_ROWS = 16
-"""Pairs of a tile, and of an expert on average at most, where there are few."""
+"""Pairs of a tile where an expert has few."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 

@@ -1,6 +1,5 @@
 """Latent attention over a device's pages: all heads of a token read one vector per key. A program takes 64 rows (token
-x head); keys are added in tiles at multiples of BLOCK_N. Single tokens of long sequences are split into parts of
-SPLIT_KEYS."""
+x head). Single tokens of long sequences are split into parts of SPLIT_KEYS."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Indexer of sparse latent attention on a device: scores of all visible keys, and the best of them. The threshold score
-is built two bits at a time by counting; positions that reach it are written in order. A token's bits depend only on its
-own sequence."""
+is built two bits at a time by counting; positions that reach it are written in order."""
 
 from __future__ import annotations
 

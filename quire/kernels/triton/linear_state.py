@@ -1,6 +1,6 @@
 """Layers with recurrent state on a device: short convolution, gated delta rule, and the gated norm after it, as
-`layers/states.py` defines them. Tiles are the same for prompts and decodes, so a token's bits depend only on its
-sequence; steps that are not `batch_invariant` decode by `delta_decode.py`."""
+`layers/states.py` defines them. Prompts and decodes have the same tiles, so bits depend only on the sequence; without
+`batch_invariant`, `delta_decode.py` decodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHANNELS = 1024
 NORM_ELEMENTS = 2048
 """Elements per program of the gated norm: whole heads."""
 COLUMNS = 32
-"""Largest number of columns of the state that one program updates."""
+"""Maximum columns of the state that one program updates."""
 SMALLEST_TILE = 16
 """Rows of the smallest product tile."""
 NO_ACTIVATION = tl.constexpr(-1)

@@ -1,6 +1,6 @@
 """Matrix products whose rows do not depend on their number: one tile size and order of additions over K. Library
-products, whose last bits vary with the number of rows, serve floating-point matrices without `batch_invariant`.
-Quantised matrices are widened in registers, or 8-bit rows multiplied with 8-bit matrices directly."""
+products, whose last bits vary with it, serve floating-point matrices without `batch_invariant`. Quantised matrices are
+widened in registers, or multiplied with 8-bit rows directly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProductTiles:
 GROUP_M = 8
 """Row tiles in a group, which shares a column of weights in the L2 cache."""
 WIDE = 8192
-"""Result width below which tiles are narrower, so that one row of tiles still fills a large GPU."""
+"""Result width below which tiles are narrower, so one row of tiles still fills a large GPU."""
 
 
 def tiles_for(num_columns: int, dtype: torch.dtype) -> ProductTiles:

@@ -11,7 +11,6 @@ from quire.kernels.triton.rows import StepColumns
 from quire.kernels.triton.runtime import blocks_of, launch
 
 SEQUENCES = 64
-"""Sequences per program."""
 
 
 @triton.jit(do_not_specialize=["num_passed"])

@@ -1,5 +1,5 @@
-"""RMSNorm and LayerNorm over rows, optionally of a sum written back; sums of what ranks have gathered. Limit:
-memory bandwidth. One program computes a row, so its bits depend only on its width."""
+"""RMSNorm and LayerNorm over rows, optionally of a sum written back; sums of what ranks have gathered. Limit: memory
+bandwidth."""
 
 from __future__ import annotations
 

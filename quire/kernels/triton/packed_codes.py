@@ -1,5 +1,5 @@
-"""Exact widening of weight codes, four at a time in 32-bit words; Triton widens bytes one by one. The interpreter and
-float32 use `weight_formats`."""
+"""Exact widening of weight codes, four at a time; Triton widens bytes one by one. The interpreter and float32 use
+`weight_formats`."""
 
 from __future__ import annotations
 

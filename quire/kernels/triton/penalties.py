@@ -1,6 +1,5 @@
 """Repetition, presence and frequency penalties, counted from the token table in every step. `count_tokens` counts each
-row's tokens in a borrowed zero table, [R, vocab_size] int32; `apply` takes the counts out, which restores zeros. A
-token is penalised once, by the thread whose exchange returns the count."""
+row's tokens in a borrowed zero table, [R, vocab_size] int32; `apply` takes the counts out, which restores zeros."""
 
 from __future__ import annotations
 

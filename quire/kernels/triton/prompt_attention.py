@@ -1,6 +1,6 @@
-"""Attention of long prompts on Hopper, with one copying and two multiplying warp groups. One warp group copies tiles of
-keys and values; each other has 64 rows, and computes its softmax while the other's products run (FlashAttention-3,
-arXiv 2407.08608, section 3.1). Written in Gluon, which has no interpreter."""
+"""Attention of long prompts on Hopper, with one copying and two multiplying warp groups. Each multiplying group has 64
+rows, and computes its softmax while the other's products run (FlashAttention-3, arXiv 2407.08608, section 3.1). Written
+in Gluon, which has no interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, 
 from quire.kernels.triton.runtime import INTERPRETED, bind
 
 GROUP_ROWS = ROWS // 2
-"""Rows of a multiplying warp group."""
 HEAD_DIM = 128
 """Supported head sizes."""
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 56, 224

@@ -13,7 +13,6 @@ from quire.kernels.triton.float8 import as_bits, to_cache
 from quire.kernels.triton.runtime import bind
 
 HEADS = 8
-"""Maximum heads per program."""
 ELEMENTS = 2048
 """Minimum elements per program: 32 per thread of two warps."""
 

@@ -16,7 +16,7 @@ FEW = 16
 """Rows up to which products with 4-bit matrices split K into the same slices."""
 SLICES = 8
 MEDIUM = 128
-"""Rows from which the matrix units bound a product, so that widening a 4-bit matrix pays."""
+"""Rows from which the matrix units bound a product, so widening a 4-bit matrix pays."""
 COLUMNS = (16, 32, 64)
 """Rows of x per program; the smallest fitting one is used, and gives the same bits."""
 

@@ -15,7 +15,6 @@ from quire.kernels.triton.runtime import blocks_of, bound, launch, narrow, next_
 PAIRS = 1024
 """Pairs that a program of `sort_by_expert` reads at once."""
 TILES_AT_ONCE = tl.constexpr(32)
-"""Tiles that a program writes at once."""
 LEAST_BINS = 32
 """Bins of the smallest histogram: a warp's threads."""
 COLUMNS = 1024

@@ -1,4 +1,4 @@
-"""Kernels over the rows of live sequences: writes, copies and reads. All rows are in one arena of 32-bit words
+"""Kernels over the rows of live sequences: writes, copies and reads. All rows are in one arena
 (quire/worker/platform/state_arena.py): one launch serves all tables."""
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ STOP = tl.constexpr(layout.STOP)
 BANNED = tl.constexpr(layout.BANNED)
 ALLOWED = tl.constexpr(layout.ALLOWED)
 BANNED_SCORE = tl.constexpr(-1e30)
-"""Score of a banned token (`quire.sampling.rules.BANNED_SCORE`)."""
 BLOCK = 256
 FILL = 8192
 """Tokens of the vocabulary whose scores one program fills or masks."""

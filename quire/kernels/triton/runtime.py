@@ -1,5 +1,5 @@
 """Common parts of all Triton kernels: compiled or interpreted mode, products that are right in both, and launches. With
-`TRITON_INTERPRET=1`, set before import, Triton runs the source in NumPy on host tensors, for tests without a GPU."""
+`TRITON_INTERPRET=1`, set before import, Triton runs the source in NumPy, for tests without a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Token choice in one pass over the logits: best token, or one sampled from the whole vocabulary. `scan` leaves each
-segment's largest score, that token, and the sum of weights relative to it. `pick` chooses a segment, finds the token
-inside, and writes it, by the inverse of the cumulative distribution in a fixed order."""
+segment's largest score, its token, and the sum of weights relative to it. `pick` chooses a segment and the token inside
+by the inverse cumulative distribution in a fixed order."""
 
 from __future__ import annotations
 

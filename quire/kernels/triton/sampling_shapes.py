@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SamplingShapes:
-    """Sizes (powers of two) that are the same for every batch, because a row's sums depend on them. segment: tokens per
-    program of `scan`. lanes: tokens with equal t % lanes form a lane. tile: tokens examined together in a segment.
-    listed: maximum tokens of a row ranked in registers. ranked: maximum rank found by lane maxima."""
+    """Sizes (powers of two), the same for every batch, as a row's sums depend on them. segment: tokens per program of
+    `scan`. lanes: tokens with equal t % lanes form a lane. tile: tokens examined together in a segment. listed: maximum
+    tokens of a row ranked in registers. ranked: maximum rank found by lane maxima."""
 
     segment: int = 8192
     lanes: int = 1024

@@ -1,6 +1,5 @@
-"""Products of few rows with quantised matrices, at memory bandwidth. Rows of the matrix are the tensor cores' rows,
-rows of x their columns (at least 8). A program has few matrix rows; each warp has slices of K, added at the end in one
-order."""
+"""Products of few rows with quantised matrices, at memory bandwidth. Matrix rows are the tensor cores' rows, rows of x
+their columns (at least 8). Each warp has slices of K, added in one order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weight matrices for kernels: floating point, or small codes widened in registers. Products of codes are
-exact, and summed in float32 in one order, before the group's scale applies."""
+"""Weight matrices for kernels: floating point, or small codes widened in registers. Products of codes are exact, summed
+in float32 in one order, then scaled."""
 
 from __future__ import annotations
 

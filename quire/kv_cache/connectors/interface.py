@@ -1,6 +1,6 @@
 """Scheduler's half of a KV connector: it knows the cached blocks outside the device, orders their transfers, and
 processes the worker's reports (docs/decisions/0028-kv-connector.md). `lookup` extends a prefix hit; TransferBlocks
-allocates device blocks for it; `allocated` names them to the connector, whose next `orders` carry the load."""
+allocates its device blocks; `allocated` names them; the next `orders` carry the load."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Lookup(NamedTuple):
     staged: Sequence[BlockKey] = ()
     """Blocks that are only fetched nearer, without device blocks, for the next lookup."""
     is_asynchronous: bool = False
-    """True if blocks arrive with a later report, False if they are there for the next plan."""
+    """True if blocks arrive with a later report, False: with the next plan."""
     is_worthwhile: bool = True
     """True if loading takes less time than computing."""
 
 
 class PendingLoad(Protocol):
-    """Loads that one deferred request waits for."""
+    """Block loads that one deferred request waits for; its gate asks whether they have ended."""
 
     @property
     def is_pending(self) -> bool: ...
@@ -55,7 +55,8 @@ class KVConnector:
 
     @property
     def has_work(self) -> bool:
-        """True if there are transfers to order although nothing may be computed."""
+        """True if there are transfers to order although nothing may be computed. The engine core then runs plans of
+        transfers alone."""
         return False
 
     @property
@@ -88,17 +89,19 @@ class KVConnector:
         return None
 
     def update(self, report: TransferReport) -> None:
-        """Process a report of the worker's half."""
+        """Process what the workers' connectors report with a step's result: ended loads, stores and sends."""
         raise AssertionError("a worker without a KV connector has nothing to report")
 
     def offer(self, key: BlockKey) -> None:
-        """Note a block that entered the device's prefix index; the connector may copy it."""
+        """Note a block that entered the device's prefix index; the connector may copy it. Called as running sequences
+        fill blocks."""
 
     def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
-        """Note blocks hit on the device, which the connector may have dropped as unused."""
+        """Note blocks that a starting request found on the device, which the connector may have dropped as unused."""
 
     def forget(self, key: BlockKey) -> None:
-        """Drop a block's content: `lookup` finds it only when it has been computed anew."""
+        """Drop a block's content: `lookup` finds it only when it has been computed anew. Called when content is in
+        doubt (NaN)."""
 
     def reset(self) -> None:
         """Clear all content."""

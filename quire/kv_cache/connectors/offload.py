@@ -17,7 +17,7 @@ from quire.step import BlockKey, StoreReport, StoreTransfers
 STORING_SHARE = 4
 """At most one host block in STORING_SHARE is being stored to disk."""
 LOADING_SHARE = 2
-"""At most one host block in LOADING_SHARE is being loaded from disk or held for a deferred request."""
+"""At most one host block in LOADING_SHARE is loading or held for a deferred request."""
 
 RETRY = 16
 MAX_BACKLOG = 2**16
@@ -79,7 +79,7 @@ class OffloadConnector(KVConnector):
         self._loading: dict[int, BlockKey] = {}
         self._loading_to: dict[BlockKey, int] = {}
         self._void: set[BlockKey] = set()
-        """Content removed from the cache while it was being stored or loaded."""
+        """Content removed from the cache during its transfer."""
         self._fetches: dict[Fetch, None] = {}
         self._waiters: dict[int, list[Fetch]] = {}
         """Host block that is being loaded -> fetches that wait for it."""
@@ -118,7 +118,7 @@ class OffloadConnector(KVConnector):
 
     @property
     def num_loadable(self) -> int:
-        """Maximum number of blocks that a fetch can bring from disk now."""
+        """Maximum blocks that a fetch can bring from disk now."""
         held = len(self._wanted_blocks())
         wanted = sum(len(fetch.wanted) for fetch in self._fetches)
         return max(0, min(self._max_loading - held, self._host.num_allocatable) - wanted)
@@ -179,7 +179,7 @@ class OffloadConnector(KVConnector):
         return load
 
     def bring(self, key: BlockKey, block: int) -> None:
-        """Order the copy of a block that `find` knows to a device block."""
+        """Order the copy of a block that `find` knows to a device block. For `allocated`."""
         source = self.find(key)
         assert source is not None, "a hit was found and is gone"
         self._host.share(source)
@@ -209,7 +209,7 @@ class OffloadConnector(KVConnector):
         return fetch
 
     def drop(self, fetch: Fetch) -> None:
-        """End a fetch. Blocks still being loaded stay cached."""
+        """End a fetch, as its request starts, ends or loses its host blocks. Blocks still being loaded stay cached."""
         if fetch not in self._fetches:
             return
         del self._fetches[fetch]
@@ -329,7 +329,8 @@ class OffloadConnector(KVConnector):
             self._host.forget(block)
 
     def reset(self) -> None:
-        """Drop the host's content and the index of files, which only a restart finds again."""
+        """Drop the host's content and the index of files, which only a restart finds again. Called when the prefix
+        cache is reset."""
         self._was_reset = True
         self._backlog.clear()
         self._storing_keys.clear()
@@ -397,7 +398,8 @@ class DiskIndex:
         return key[1] in self._hashes[key[0]]
 
     def insert(self, keys: Iterable[BlockKey]) -> None:
-        """Add blocks. Keys of KV groups that the engine lacks (a foreign file) are ignored."""
+        """Add blocks that the workers report as stored or found at the start. Keys of KV groups that the engine lacks
+        (a foreign file) are ignored."""
         for group, block_hash in keys:
             if group < len(self._hashes):
                 self._hashes[group].add(block_hash)

@@ -1,6 +1,6 @@
 """Device blocks owned by transfers of the KV connector, and the extension of prefix hits by stored blocks. A load owns
-its block until it ends. A loaded block enters the prefix index and is kept for the scheduler's next pass, in which its
-request starts with a plain hit. Blocks of a finished sequence are owned until the connector has sent them."""
+its block until it ends. A loaded block enters the prefix index and is kept for the next pass, in which its request
+starts with a plain hit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MIN_BLOCKS = 2
 
 
 class DeviceLoad:
-    """Blocks that one request loads to the device, and the hits that it keeps meanwhile."""
+    """Blocks that one request loads to the device, and the hits that it keeps meanwhile. Made by
+    `TransferBlocks.allocate`."""
 
     __slots__ = ("_owner", "hits", "numbers", "orders")
 
@@ -52,7 +53,8 @@ class _Arrival:
 
 
 class TransferBlocks:
-    """Uses the pool, prefix indexes (one per KV group) and coordinator of the KV manager."""
+    """Scheduler's half of the bookkeeping that all KV connectors share: owns blocks while a transfer reads or fills
+    them. Uses the pool, prefix indexes (one per KV group) and coordinator of the KV manager."""
 
     def __init__(self, pool: BlockPool, indexes: Sequence[PrefixIndex], groups: Coordinator) -> None:
         self._pool = pool
@@ -69,7 +71,7 @@ class TransferBlocks:
         self._held: list[int] = []
         """Blocks that requests own through this pass and the next, one entry per share."""
         self._due: list[int] = []
-        """Shares from the pass before, released at the end of this one."""
+        """Shares from the pass before, released at this one's end."""
         self._sending: dict[int, list[int]] = {}
         """Ended sequence -> its blocks, owned until the connector has sent them."""
 
@@ -83,7 +85,7 @@ class TransferBlocks:
         is_stored: Callable[[BlockKey], bool],
     ) -> Lookup | None:
         """Hit that loading all stored or arriving blocks would give; None if it is less than MIN_BLOCKS longer.
-        num_cached_tokens: result of `match_prefix` for at least `max_tokens`."""
+        num_cached_tokens: result of `match_prefix` for at least `max_tokens`. In tokens."""
         if chain is None:
             return None
         size = self.hash_block_size
@@ -154,7 +156,7 @@ class TransferBlocks:
                 self._keep_hits(load)
 
     def stop_waiting(self, load: DeviceLoad) -> None:
-        """Stop waiting: the request continues or has ended."""
+        """Note that a load's request continues or has ended; blocks still arriving stay cached."""
         for number in load.numbers:
             self._arrivals[number].waiters.remove(load)
         load.numbers.clear()
@@ -178,7 +180,7 @@ class TransferBlocks:
 
     def release(self) -> bool:
         """Release blocks loaded for requests before this pass; requests that started own them already. Returns False if
-        there were none."""
+        there were none. Called each pass, and when blocks run short."""
         if not self._due:
             return False
         for block in reversed(self._due):
@@ -187,7 +189,7 @@ class TransferBlocks:
         return True
 
     def forget(self, key: BlockKey) -> None:
-        """Keep this content out of the prefix index when it arrives."""
+        """Keep this content out of the prefix index when it arrives. Called when it is in doubt."""
         number = self._arriving.pop(key, None)
         if number is not None:
             self._arrivals[number].is_void = True
@@ -241,7 +243,7 @@ class TransferBlocks:
 
 
 class _View:
-    """Contents of a KV group on the device and elsewhere, as a prefix index for `agreed_hit`."""
+    """Contents of a KV group on the device and elsewhere, as a prefix index for `agreed_hit`. Made for one `reach`."""
 
     def __init__(self, blocks: TransferBlocks, group: int, is_stored: Callable[[BlockKey], bool]) -> None:
         self._blocks = blocks

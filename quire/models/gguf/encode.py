@@ -1,5 +1,5 @@
-"""Encoding of weights as GGUF blocks, the inverse of `quire.models.gguf.blocks`. A type's encoder takes blocks [B,
-values] float32 and the weights of their errors, likewise, and returns [B, bytes of a block] uint8. Scales are searched
+"""Encoding of weights as GGUF blocks, the inverse of `quire.models.gguf.blocks`. A type's encoder takes blocks and
+weights of their errors, [B, values] float32, and returns [B, bytes of a block] uint8. Scales are searched
 (`quire.models.gguf.fits`) and rounded as stored."""
 
 from __future__ import annotations

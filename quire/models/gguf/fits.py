@@ -1,5 +1,5 @@
 """Search for the scales of groups of quantised weights. A weight is about scale * code - offset, with integer codes in
-a range. Given scales yield codes by rounding; given codes yield scale and offset by weighted least squares."""
+a range. Scales yield codes by rounding; codes yield scale and offset by weighted least squares."""
 
 from __future__ import annotations
 

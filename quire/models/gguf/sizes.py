@@ -1,5 +1,5 @@
-"""Memory of a GGUF file's weights packed for the CPU kernels, computed from the file's header. Matrices that share an
-input are packed as one, or, with several block formats, keep the file's bytes."""
+"""Memory of a GGUF file's weights packed for the CPU kernels, from the file's header. Matrices with a common input are
+packed as one, or, in several block formats, keep the file's bytes."""
 
 from __future__ import annotations
 

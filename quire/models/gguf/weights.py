@@ -32,7 +32,6 @@ _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
 _OF_ELEMENTS = (*_BEHIND_KEYS, "attn_gate")
 """Tensors with a row per element of a value head."""
 _VALUE_ROWS = (*_OF_ELEMENTS, "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
-"""Tensors with rows of value heads."""
 _WHOLE_BLOCKS: Mapping[str, BlockFormatName] = {name: name for name in WHOLE_BLOCKS}
 _MOST_HALF, _NAN_EXPONENT = 0x7C00, 0xFF
 """Exponent bits of a non-finite half-precision number, and the code of an invalid exponent."""
@@ -42,7 +41,7 @@ _CHUNK_BYTES = 2**18
 
 class GGUFWeights:
     """Weights of one GGUF file or split model. directory: the (first) file, for error messages. Plain tensors and
-    blocks that are packed unchanged are views of the file, whose pages are dropped after use; others are unpacked."""
+    blocks packed unchanged are views of the file, whose pages are dropped after use; others are unpacked."""
 
     def __init__(self, path: Path) -> None:
         self.directory = path
@@ -205,7 +204,7 @@ def taken_apart(rows: Bytes, block: BlockType) -> IntegerWeight | Float4Weight:
 
 
 def _mxfp4_weight(rows: Bytes, num_columns: int) -> Float4Weight:
-    """Reorder codes so that neighbours share a byte. rows: [n, bytes of a row]. Raises ModelLoadError for invalid
+    """Reorder codes so neighbours share a byte. rows: [n, bytes of a row]. Raises ModelLoadError for invalid
     exponents."""
     blocks = rows.reshape(len(rows), -1, 1 + MX_GROUP // 2)
     codes = np.concatenate((blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4), axis=2)

@@ -21,7 +21,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-"""The chat endpoint's field names -> Anthropic's, for errors."""
+"""Chat endpoint's field names -> Anthropic's, for errors."""
 
 PASSED_ON = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "request_id", "priority")
 """Fields with the same name at the chat endpoint; the last three are extensions."""
@@ -134,7 +134,7 @@ class AnthropicToolChoice(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """Thinking option. budget_tokens: maximum number of thinking tokens."""
+    """Thinking option. budget_tokens: maximum thinking tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int32 | None = None
@@ -337,7 +337,7 @@ def _assistant(message: AnthropicMessage, where: str) -> dict[str, Any]:
 
 
 class MessageUsage(msgspec.Struct):
-    """input_tokens: tokens that were not cached."""
+    """Usage in Anthropic's answer. input_tokens: tokens that were not cached."""
 
     input_tokens: int
     output_tokens: int
@@ -352,7 +352,7 @@ class TextBlock(msgspec.Struct, tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, tag="thinking"):
-    """signature: empty, because returned thinking is not verified."""
+    """Thoughts in Anthropic's answer. signature: empty, because returned thinking is not verified."""
 
     thinking: str
     signature: str = ""

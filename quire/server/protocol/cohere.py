@@ -41,7 +41,7 @@ class CohereEmbedRequest(PooledFields, kw_only=True, frozen=True):
 
     @property
     def num_kept(self) -> int | None:
-        """Maximum number of tokens kept from a text, -1 for the model's context; None: longer texts are errors."""
+        """Maximum tokens kept from a text, -1 for the model's context; None: longer texts are errors."""
         return None if self.truncate == "NONE" else self.max_tokens or -1
 
 

@@ -11,7 +11,7 @@ from quire.server.protocol.foreign import CHANGES_ANSWER, NO_EFFECT
 
 MAX_STRING = 1024
 MAX_SEQUENCES = 4096
-"""Maximum number of sequences (prompts times n) in one request."""
+"""Maximum sequences (prompts times n) in one request."""
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 MAX_TOKEN_ID = 2**31 - 1
@@ -134,7 +134,7 @@ class AnswerTimes(msgspec.Struct, omit_defaults=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, omit_defaults=True):
-    """reasoning_tokens: only for models that reason. Others: only for requests with a prediction."""
+    """Part of `usage`. reasoning_tokens: only for models that reason. Others: only for requests with a prediction."""
 
     reasoning_tokens: int | UnsetType = UNSET
     accepted_prediction_tokens: int | UnsetType = UNSET

@@ -56,7 +56,7 @@ class FileUpload(msgspec.Struct):
 
 
 class ExpiresAfter(RequestStruct, kw_only=True, frozen=True):
-    """seconds: life of a file from its creation."""
+    """Field of uploads and batches. seconds: life of a file from its creation."""
 
     anchor: Literal["created_at"] = "created_at"
     seconds: Seconds

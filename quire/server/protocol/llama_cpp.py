@@ -22,9 +22,9 @@ NAMES = {
     "response_format": "json_schema",
     "suffix": "input_suffix",
 }
-"""The engine's field names -> llama.cpp's, for errors."""
+"""Engine's field names -> llama.cpp's, for errors."""
 MAX_EXTRA = 1024
-"""Maximum number of texts in `input_extra`."""
+"""Maximum texts in `input_extra`."""
 MAX_RESPONSE_FIELDS = 64
 MAX_PROMPTS = 64
 RANDOM_SEED = 2**32 - 1
@@ -210,7 +210,8 @@ class LlamaInfillRequest(LlamaFields, kw_only=True, frozen=True):
 
 
 class LlamaEmbeddingRequest(PooledFields, kw_only=True, frozen=True):
-    """content: one text or several. embd_normalize: -1 for raw vectors, 2 (default) for the model's normalization."""
+    """Body of POST /embedding. content: one text or several. embd_normalize: -1 for raw vectors, 2 (default) for the
+    model's normalization."""
 
     content: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
     embd_normalize: int = 2
@@ -271,7 +272,7 @@ class LlamaResponse(msgspec.Struct, kw_only=True):
 
 
 class LlamaChosenFields(msgspec.Struct):
-    """Fields of an answer that `response_fields` names."""
+    """Answer cut to the fields that `response_fields` names."""
 
 
 class LlamaEmbedding(msgspec.Struct):
@@ -289,7 +290,7 @@ class LlamaGenerationSettings(msgspec.Struct):
 
 
 class LlamaProps(msgspec.Struct, kw_only=True):
-    """chat_template: empty unless the settings show it. model_path: always empty."""
+    """Answer of GET /props. chat_template: empty unless the settings show it. model_path: always empty."""
 
     default_generation_settings: LlamaGenerationSettings
     total_slots: int
@@ -304,7 +305,7 @@ class LlamaProps(msgspec.Struct, kw_only=True):
 
 
 class LlamaSlot(msgspec.Struct):
-    """Place in the batch, without its contents."""
+    """Place in the batch, in the answer of GET /slots, without its contents."""
 
     id: int
     n_ctx: int

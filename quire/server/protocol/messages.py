@@ -63,14 +63,14 @@ _MEDIA = ("image_url", "image_embeds", "input_audio", "audio_url", "video_url", 
 
 
 class CalledFunction(msgspec.Struct, frozen=True, gc=False):
-    """arguments: an object, or its JSON."""
+    """Function of an earlier call. arguments: an object, or its JSON."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class MessageToolCall(msgspec.Struct, frozen=True, gc=False):
-    """Earlier call by the assistant."""
+    """Earlier tool call in an assistant's message of a request."""
 
     function: CalledFunction
     id: str | None = None

@@ -66,13 +66,13 @@ NAMES = {
     "reasoning_effort": "think",
     "structured_outputs": "format",
 }
-"""The engine's field names -> Ollama's, for errors."""
+"""Engine's field names -> Ollama's, for errors."""
 
 Think = bool | Literal["low", "medium", "high", "max"]
 
 
 class OllamaOptions(SamplerFields, kw_only=True, frozen=True):
-    """Sampling options. num_predict: maximum number of tokens; not positive: as many as the context holds."""
+    """Sampling options. num_predict: maximum tokens; not positive: as many as the context holds."""
 
     num_predict: Int32 | None = None
 
@@ -290,7 +290,7 @@ class OllamaPooledFields(PooledFields, kw_only=True, frozen=True):
 
 
 class OllamaEmbedRequest(OllamaPooledFields, kw_only=True, frozen=True):
-    """truncate: cut the end of texts longer than the model's context, or refuse them."""
+    """Body of POST /api/embed. truncate: cut the end of texts longer than the model's context, or refuse them."""
 
     input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
     truncate: bool = True
@@ -391,7 +391,7 @@ class OllamaDetails(msgspec.Struct, kw_only=True):
 
 
 class OllamaModel(msgspec.Struct, kw_only=True):
-    """size: bytes of the weight files. digest: fingerprint of their names, sizes and times."""
+    """Model in GET /api/tags. size: bytes of the weight files. digest: fingerprint of their names, sizes and times."""
 
     name: str
     model: str

@@ -13,7 +13,7 @@ from quire.server.protocol.common import MAX_STRING, Identifier, Int32, Priority
 from quire.server.protocol.messages import Messages, check_continuation
 
 MAX_INPUTS = 2048
-"""Maximum number of texts in one request; OpenAI's."""
+"""Maximum texts in one request; OpenAI's."""
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 NumberType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
@@ -157,7 +157,7 @@ class PairFields(PoolingFields, kw_only=True, frozen=True):
 
 
 class ScoreRequest(PairFields, kw_only=True, frozen=True):
-    """text_1: one text for all, or as many as text_2. The other fields are vLLM's newer names."""
+    """Body of /score. text_1: one text for all, or as many as text_2. The other fields are vLLM's newer names."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
@@ -201,7 +201,7 @@ SECOND_NAMES = ("text_2", "documents", "items", "data_2")
 
 
 class RerankRequest(PairFields, kw_only=True, frozen=True):
-    """top_n: number of best results to return; 0: all. return_documents: include the texts."""
+    """Body of /rerank. top_n: number of best results to return; 0: all. return_documents: include the texts."""
 
     query: str
     documents: Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
@@ -228,7 +228,7 @@ class PoolingItem(msgspec.Struct):
 
 
 class ClassificationItem(msgspec.Struct):
-    """label: most probable. probs: probability of each label."""
+    """Result for one text. label: most probable. probs: probability of each label."""
 
     index: int
     label: str
@@ -243,7 +243,7 @@ class ScoreItem(msgspec.Struct):
 
 
 class ListResponse(msgspec.Struct, kw_only=True):
-    """created: Unix time in seconds."""
+    """Answer with a list of results. created: Unix time in seconds."""
 
     id: str
     created: int
@@ -273,7 +273,7 @@ class RerankDocument(msgspec.Struct):
 
 
 class RerankResult(msgspec.Struct, omit_defaults=True):
-    """index: position of the document in the request."""
+    """One document's score. index: position of the document in the request."""
 
     index: int
     relevance_score: float
@@ -281,7 +281,7 @@ class RerankResult(msgspec.Struct, omit_defaults=True):
 
 
 class RerankResponse(msgspec.Struct):
-    """results: best first; equal scores in order of the documents."""
+    """Answer of /rerank. results: best first; equal scores in order of the documents."""
 
     id: str
     model: str

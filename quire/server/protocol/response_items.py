@@ -200,7 +200,7 @@ class ReadInput(str):
 
 
 class StoredItems(NamedTuple):
-    """Conversation up to the end of a response. added: answer's items, a JSON list."""
+    """Conversation up to a response's end. added: answer's items, a JSON list."""
 
     before: Listing = Listing()
     added: bytes = b"[]"
@@ -226,15 +226,14 @@ class Continuation(msgspec.Struct):
     def of(
         cls, instructions: str | None, given: UnresolvedItems, before: StoredItems, known: list[StoredItems]
     ) -> tuple[Continuation, list[bytes]]:
-        """Return the continuation and its content in parts. known: stored items of `given.response_ids`."""
+        """Continuation and its content in parts. known: stored items of `given.response_ids`."""
         stored = [before, *known]
         content = [given.items, *(part for each in stored for part in (each.before.items, each.added))]
         marks = [(each.before.name, each.before.response_id) for each in stored]
         return cls(instructions, given.response_ids, marks, [len(part) for part in content]), content
 
     def join(self, content: bytes) -> tuple[Messages, ListedItems]:
-        """Return the whole conversation, and its listing. Raises UserError; ApiError (404) for a reference to an
-        unknown item."""
+        """Whole conversation, and its listing. Raises UserError; ApiError (404) for a reference to an unknown item."""
         ends = itertools.accumulate(self.lengths)
         given_items, *parts = (content[end - size : end] for size, end in zip(self.lengths, ends, strict=True))
         pairs = zip(self.marks, parts[::2], parts[1::2], strict=True)

@@ -1,7 +1,4 @@
-"""Tools of /v1/responses, and their conversion to the chat endpoint's functions.
-
-The model calls functions of a namespace as namespace__name; clients see name and namespace.
-"""
+"""Tools of /v1/responses, and their conversion to the chat endpoint's functions."""
 
 from __future__ import annotations
 

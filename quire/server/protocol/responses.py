@@ -18,7 +18,7 @@ NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""The chat endpoint's field names -> the ones here, for errors."""
+"""Chat endpoint's field names -> the ones here, for errors."""
 
 PASSED_ON = (
     *SharedFields.__struct_fields__,
@@ -51,7 +51,7 @@ class TextConfig(msgspec.Struct, frozen=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """summary: also return the reasoning as a summary, always in full."""
+    """Field `reasoning` of a request. summary: also return the reasoning as a summary, always in full."""
 
     effort: ShortString | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

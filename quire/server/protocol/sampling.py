@@ -75,7 +75,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
 
     @property
     def max_kept_tokens(self) -> int | None:
-        """Maximum number of tokens kept from a prompt; None for all that fit."""
+        """Maximum tokens kept from a prompt; None for all that fit."""
         return None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
     def check_special_tokens(self) -> None:

@@ -21,7 +21,8 @@ ConstraintText = Annotated[str, Meta(max_length=MAX_CONSTRAINT)]
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """schema: schema of the answer. It is always enforced, so `strict` makes no difference."""
+    """Field `json_schema` of `response_format`. schema: schema of the answer. It is always enforced, so `strict` makes
+    no difference."""
 
     schema: dict[str, Any] | None = None
     name: str | None = None

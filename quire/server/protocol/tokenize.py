@@ -90,7 +90,7 @@ class DetokenizeRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class DetokenizeResponse(msgspec.Struct):
-    """prompt, content: two names of the text, vLLM's and llama.cpp's."""
+    """Answer of /detokenize. prompt, content: two names of the text, vLLM's and llama.cpp's."""
 
     prompt: str
     content: str

@@ -19,7 +19,7 @@ FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:/-]{1,256}$(?!\n)")]
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True):
-    """parameters: JSON schema of an object; None: no parameters."""
+    """Function of a tool. parameters: JSON schema of an object; None: no parameters."""
 
     name: FunctionName
     description: str | None = None
@@ -68,7 +68,7 @@ class AllowedTool(msgspec.Struct, frozen=True):
 
 
 class AllowedTools(msgspec.Struct, frozen=True):
-    """mode: "auto" or "required", among `tools` alone."""
+    """Field `allowed_tools` of tool_choice. mode: "auto" or "required", among `tools` alone."""
 
     tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
     mode: str = "auto"
@@ -150,7 +150,7 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
 
 
 class FunctionCall(msgspec.Struct):
-    """arguments: JSON of an object, as the model wrote it."""
+    """Function of a call in an answer. arguments: JSON of an object, as the model wrote it."""
 
     name: str
     arguments: str

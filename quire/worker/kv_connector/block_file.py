@@ -40,7 +40,8 @@ class BlockFileError(Exception):
 
 @dataclass(frozen=True)
 class BlockFileLayout:
-    """Constants of one engine's files. namespace: 32 bytes. page_bytes: bytes of each of the `num_pages` pages."""
+    """Constants of one engine's block files. namespace: 32 bytes, equal for engines that may share blocks. page_bytes:
+    bytes of each of the `num_pages` pages."""
 
     namespace: bytes
     num_pages: int

@@ -36,7 +36,8 @@ _NEW = ".new-"
 
 
 def require_writable(directory: Path) -> None:
-    """Create a directory if needed, and a file in it. Raises ConfigError (`kv_offload_dir`) on failure."""
+    """Create a directory if needed, and a file in it. Raises ConfigError (`kv_offload_dir`) on failure. Called before
+    the model loads."""
     probe = directory / f"{_NEW}probe-{secrets.token_hex(8)}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -59,7 +60,8 @@ class StoredBlock(NamedTuple):
 
 
 class CacheDirectory:
-    """One engine's view of a directory. `path_of` is thread-safe; one thread uses the rest."""
+    """One engine's view of `kv_offload_dir`: paths, size and eviction of block files. `path_of` is thread-safe; one
+    thread uses the rest."""
 
     def __init__(self, path: Path, limit: int, namespace: bytes) -> None:
         """limit: maximum bytes of all files. Creates the directories. Raises ConfigError (`kv_offload_dir`) if nothing
@@ -84,12 +86,12 @@ class CacheDirectory:
         return self.own / name[:2] / f"{name}-{group}"
 
     def new_path(self) -> Path:
-        """Unique path for a file that is later renamed."""
+        """Unique path for a block's file while it is written, before it is renamed to `path_of`."""
         self._number += 1
         return self.own / f"{_NEW}{self._name}-{self._number}"
 
     def scan(self) -> Iterator[BlockKey]:
-        """Scan the directory, count bytes, and yield the keys of the own namespace."""
+        """Scan the directory, count bytes, and yield the keys of the own namespace. At the start."""
         self.num_bytes = self.num_foreign = self._written = 0
         for block in self._blocks():
             self.num_bytes += block.size
@@ -180,7 +182,8 @@ def _remove_if_stale(entry: os.DirEntry[str]) -> None:
 
 
 class _Lock:
-    """Non-blocking advisory lock; the system drops it when its process ends."""
+    """Non-blocking advisory lock; the system drops it when its process ends. Engines that share a directory evict under
+    it."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -1,6 +1,5 @@
 """Hash of everything besides its tokens that determines a stored KV block; engines with equal hashes share blocks. It
-covers the model's configuration and weights, quantisation, dtypes, the computing code, and the layout, but not paths or
-names."""
+covers configuration, weights, quantisation, dtypes, computing code and layout, not paths or names."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ WHOLE_FILE_BYTES = 64 * 2**20
 """Size up to which files are hashed whole ..."""
 SAMPLE_STRIDE = 2**16
 SAMPLE_BYTES = 512
-"""... and number of bytes sampled per stride of larger files, so that any changed tensor of at least SAMPLE_STRIDE
-bytes is noticed."""
+"""... and bytes sampled per stride of larger files: a changed tensor of at least SAMPLE_STRIDE bytes is noticed."""
 
 _NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids", "sampling_defaults", "shape", "draft_layers"}
 _NOT_CONTENT_HF = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
@@ -75,20 +73,20 @@ def _model_identity(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
 
 
 def native_code(isa: str, matmul_precision: str, binary: Path) -> dict[str, str]:
-    """Identity of the native kernels: instruction set, precision and build."""
+    """Part of a block file's namespace for the native kernels: instruction set, precision and build."""
     build = hashlib.sha256(binary.read_bytes()).hexdigest()
     return {"isa": isa, "products": matmul_precision, "build": build}
 
 
 def torch_code(num_threads: int) -> dict[str, str]:
-    """Identity of plain operators, whose sums may depend on torch's version, the processor and the number of
-    threads."""
+    """Part of a block file's namespace for plain operators, whose sums may depend on torch's version, the processor and
+    the number of threads."""
     capability = torch.backends.cpu.get_cpu_capability()
     return {"torch": torch.__version__, "isa": capability, "threads": str(num_threads)}
 
 
 def device_code(device: str, capability: tuple[int, int], triton: str) -> dict[str, str]:
-    """Identity of a device's kernels and libraries. device: its name. triton: version."""
+    """Part of a block file's namespace for a device's kernels and libraries. device: its name. triton: version."""
     return {"device": device, "capability": str(capability), "torch": torch.__version__, "triton": triton}
 
 
@@ -111,7 +109,7 @@ def _weights(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
 
 
 def _cache_scales(model: ModelConfig, load: LoadConfig) -> dict[str, list[float]]:
-    """Scales of an fp8 cache, too small for sampled hashing to notice."""
+    """Scales of an fp8 cache, too small for sampled hashing to notice. Part of the identity."""
     if model.kv_cache_dtype != "fp8" or load.load_format == "dummy":
         return {}
     files = find_weights(model.path, load.load_format)

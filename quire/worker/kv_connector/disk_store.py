@@ -69,7 +69,7 @@ class DiskStore:
         self._loads.submit(lambda: self._load((group, block_hash), host_block))
 
     def take_report(self) -> StoreReport | None:
-        """Transfers that ended since the last call; None if none."""
+        """Report of the loads and stores that ended since the last call, for a step's result; None if none."""
         with self._changed:
             if not self._has_news:
                 return None
@@ -254,7 +254,7 @@ def _run(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class _Warnings:
-    """Logs each kind of failure once."""
+    """Logs each kind of disk failure once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

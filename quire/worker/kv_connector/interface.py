@@ -1,5 +1,4 @@
-"""Worker's half of a KV connector: moves blocks as the scheduler's half orders
-(quire/kv_cache/connectors/interface.py) and reports ended transfers."""
+"""Worker's half of a KV connector (quire/kv_cache/connectors/interface.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Sequence
 from quire.step import HostTransfers, StepPlan, TransferReport
 
 PATIENCE = 0.02
-"""Maximum seconds that a plan without tokens waits for transfers; it delays the next plan's new requests."""
+"""Maximum seconds that a plan without tokens waits for transfers."""
 
 
 class WorkerConnector:
@@ -19,7 +18,8 @@ class WorkerConnector:
     """Layers for which `wait_layer` and `save_layer` are called, in order."""
 
     def begin_plan(self, plan: StepPlan) -> None:
-        """Called before the model runs a plan as a whole."""
+        """Start the plan's loads and wait where its layers need them. Worker calls it before the model runs a plan as a
+        whole."""
         self.start_load(plan)
         for layer in self.layers:
             self.wait_layer(layer)
@@ -37,7 +37,7 @@ class WorkerConnector:
         """Make a layer's computation in this plan wait until loads of that layer have ended."""
 
     def save_layer(self, layer: int) -> None:
-        """Called when the plan's work on a layer is computed or enqueued."""
+        """Start to send or store a layer's blocks; called when the plan's work on the layer is computed or enqueued."""
 
     def finished(self, plan: StepPlan) -> TransferReport | None:
         """Start what follows the plan, such as stores; return the transfers that ended since the last report. If the
@@ -45,7 +45,7 @@ class WorkerConnector:
         return None
 
     def close(self) -> None:
-        """Finish stores and sends within a bounded time. Idempotent."""
+        """Finish stores and sends within a bounded time. Idempotent. Called at shutdown and sleep."""
 
 
 class NoWorkerConnector(WorkerConnector):

@@ -1,6 +1,3 @@
-"""Worker's half of OffloadConnector: loads from disk start with a plan, stores after its copies; its result reports
-ended transfers."""
-
 from __future__ import annotations
 
 import time

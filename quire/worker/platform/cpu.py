@@ -1,5 +1,3 @@
-"""CPU platform: native kernels or plain torch operators."""
-
 from __future__ import annotations
 
 import os
@@ -70,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class CpuPlatform:
-    """Platform of a CPU: work has run when a call returns."""
+    """Platform of a worker on a CPU: work has run when a call returns."""
 
     def __init__(
         self,

@@ -1,5 +1,3 @@
-"""Whole-block copies on a CPU: inside the pool for copy-on-write, and between the pools for swapping, on a thread."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +20,7 @@ BlockMover: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]
 
 def block_copier(pages: Sequence[torch.Tensor], runtime: NativeRuntime | None) -> BlockCopier:
     """Function that copies blocks inside the pool. pages[j]: [num_blocks, page bytes] uint8. runtime: native kernels;
-    None: torch."""
+    None: torch. For copies on write."""
     if runtime is None or not pages:
         return lambda copies: copy_blocks(pages, copies)
     from quire.kernels.cpu import paged_attention
@@ -39,7 +37,8 @@ def copy_blocks(pages: Sequence[torch.Tensor], copies: Pairs) -> None:
 
 
 def block_mover(runtime: NativeRuntime | None) -> BlockMover:
-    """Function that copies blocks between pages. runtime: native kernels; None: torch."""
+    """Function that copies blocks between device and host pools' pages, for swaps. runtime: native kernels; None:
+    torch."""
     if runtime is None:
         return move_blocks
     from quire.kernels.cpu import paged_attention
@@ -48,7 +47,7 @@ def block_mover(runtime: NativeRuntime | None) -> BlockMover:
 
 
 def move_blocks(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Pairs) -> None:
-    """BlockMover in torch. Raises IndexError for an invalid block."""
+    """BlockMover in torch. Raises IndexError for an invalid block. pairs: (source, destination)."""
     with torch.inference_mode():
         read, written = torch.tensor(pairs, dtype=torch.int64).unbind(dim=1)
         for source, destination in zip(sources, destinations, strict=True):
@@ -56,7 +55,7 @@ def move_blocks(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Te
 
 
 class HostPages:
-    """HostPool of a CPU."""
+    """Host pool of a CPU worker (HostBlockTensors): ordinary memory."""
 
     def __init__(self, pages: Sequence[torch.Tensor]) -> None:
         self.pages = pages

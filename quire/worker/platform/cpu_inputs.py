@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class CpuColumns:
-    """RequestColumns on a CPU. token_ids: [num_rows, max_model_len + 1] int32; unwritten parts take no physical
-    memory."""
+    """RequestColumns on a CPU: data of each request slot. token_ids: [num_rows, max_model_len + 1] int32; unwritten
+    parts take no physical memory."""
 
     def __init__(
         self, num_rows: int, max_model_len: int, values: ColumnValues, drafts: HostDrafts | None = None
@@ -110,7 +110,7 @@ def prepare_inputs(
 
 
 class CacheBackends(NamedTuple):
-    """Back ends of attention and of recurrent states."""
+    """A model's back ends of attention and of recurrent states on a CPU."""
 
     attention: AttentionBackend
     states: StateBackend
@@ -131,7 +131,7 @@ class CacheBackends(NamedTuple):
 
 
 class StepInputs(Protocol):
-    """Gathers the inputs of forward passes."""
+    """Gathers a batch's inputs for a forward pass on a CPU, in NumPy or native code."""
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
         """Input of a forward pass over a batch of the columns, valid until the next call. logits_rows: see

@@ -54,9 +54,9 @@ class CpuMeter:
         return available_memory()
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
-        """Measure the growth of resident memory in a forward pass over the token budget in the fewest sequences, then
-        logits and random sampling for the most sequences. Measured with PROFILED_TOKENS and PROFILED_ROWS at most, and
-        scaled up. None: not measurable."""
+        """Rise of resident memory in a forward pass over the token budget in the fewest sequences, then logits and
+        sampling for the most. Measured with PROFILED_TOKENS and PROFILED_ROWS at most, and scaled up. None: not
+        measurable."""
         num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)
         num_rows = min(limits.max_num_rows, PROFILED_ROWS)
         prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))
@@ -106,7 +106,7 @@ class CpuMeter:
 def dummy_inputs(
     batch: InputBatch, layout: KVCacheLayout, deal: Deal = ALL_TOKENS
 ) -> tuple[torch.Tensor, AttentionBatch]:
-    """Token ids and attention batch of sequences that all use the blocks 1, 2, ..."""
+    """Token ids and attention batch of sequences that all use the blocks 1, 2, ... For measuring a step's memory."""
     num_seqs, longest = len(batch.rows), batch.max_seq_len
     tables = BlockTables(table_shapes(layout, deal), num_seqs, longest)
     blocks = [range(1, min(layout.num_blocks, 1 - (-longest // group.block_size))) for group in layout.groups]

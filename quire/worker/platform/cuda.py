@@ -72,7 +72,7 @@ INTERPRETED_MULTIPROCESSORS = 8
 
 
 class CudaPlatform:
-    """Platform for CUDA devices. compiles: True if kernels are compiled and need a warm-up; False in the
+    """Platform of a worker on a CUDA device. compiles: True if kernels are compiled and need a warm-up; False in the
     interpreter."""
 
     draft_model: DraftModel | None = None
@@ -223,7 +223,8 @@ class CudaPlatform:
         model: ModelConfig | None = None,
         group: ProcessGroup | None = None,
     ) -> DeviceBackends:
-        """model, group: of the layers, and the ranks that share them (None: the model's own)."""
+        """Make back ends over a pool's pages. model, group: configuration of the layers, and the ranks that share them
+        (None: the model's own)."""
         model, group = self._config.model if model is None else model, self._group if group is None else group
         states = {layer: page for layer, page in state_pages(pages, layout).items() if layer != FOREIGN_LAYER}
         return DeviceBackends(self.make_attention(layout, pages, model, group), self.make_states(layout, states))
@@ -325,7 +326,7 @@ class CudaPlatform:
         names: Sequence[str],
         capture: GraphCapture | None,
     ) -> DeviceDrafts | None:
-        """names: draft model's step columns."""
+        """Drafter of the configured method; None without speculation. names: the draft model's step columns."""
         speculation, scheduler, draft = self._config.speculation, self._config.scheduler, self.draft_model
         if not speculation.max_drafts:
             return None
@@ -429,7 +430,7 @@ class CudaPlatform:
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Properties that determine kernel shapes."""
+    """Properties of a GPU (processors, shared memory) that determine kernels' tile shapes."""
     if device.type != "cuda":
         return DeviceLimits(num_multiprocessors=INTERPRETED_MULTIPROCESSORS)
     properties = torch.cuda.get_device_properties(device)

@@ -83,7 +83,8 @@ class DraftSections:
 
 
 class DeviceDrafts:
-    """Drafts of a device's rows, found in a sequence's own tokens."""
+    """Makes and verifies drafts on a device; here drafts are found in a sequence's own tokens, subclasses ask heads or
+    models."""
 
     writes_blocks = False
     reads_all = False
@@ -108,7 +109,8 @@ class DeviceDrafts:
         self._token_ids = torch.zeros(0, dtype=torch.int64, device=arena.words.device)
 
     def place(self, plan: StepPlan, requests: RequestState) -> Placed:
-        """Number of drafts per sequence; start positions are upper bounds, which the device corrects."""
+        """Number of drafts per sequence; start positions are upper bounds, which the device corrects. Called before a
+        plan's batch is built."""
         counts, num_drafts = list(plan.num_tokens), list(plan.num_drafts or [0] * len(plan.seq_ids))
         self._given = {}
         for index, (seq_id, start) in enumerate(zip(plan.seq_ids, plan.start_positions, strict=True)):
@@ -141,10 +143,10 @@ class DeviceDrafts:
         return self._arena.drafts.max_drafts
 
     def forget(self, row: int) -> None:
-        """Reset a row for another sequence."""
+        """Reset a row's drafts as another sequence takes it."""
 
     def copy(self, source: int, destination: int) -> None:
-        """Reset a row that starts as a copy of another."""
+        """Reset the drafts of a row that starts as a copy of another (a fork)."""
 
     def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, upload: Upload) -> DraftSections:
         """Add the draft kernels' inputs to a step's upload."""
@@ -189,7 +191,7 @@ class DeviceDrafts:
         """Enqueue the draft head's pass over the step's tokens, after their acceptance."""
 
     def prepare(self, max_num_tokens: int) -> None:
-        """Compile and capture what making drafts needs."""
+        """Compile and capture what making drafts needs. At the worker's start."""
 
     def keep_token_ids(self, token_ids: torch.Tensor) -> None:
         """Keep the step's tokens for the head: [T] int64, at a stable address."""

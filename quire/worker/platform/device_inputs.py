@@ -1,5 +1,3 @@
-"""Inputs of a step on the device: static buffers that one kernel fills from the host's columns."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,7 +21,8 @@ def add_columns(batch: InputBatch, upload: Upload, values: ColumnValues) -> list
 
 
 class DeviceInputs:
-    """Static buffers at full capacity, whose addresses CUDA graphs rely on. A step uses their beginnings."""
+    """Static buffers for a step's model inputs at full capacity, whose addresses CUDA graphs rely on. A step uses their
+    beginnings."""
 
     def __init__(
         self,
@@ -55,7 +54,8 @@ class DeviceInputs:
     def prepare(
         self, batch: InputBatch, on_device: StepColumns, num_seqs: int, num_tokens: int
     ) -> tuple[DeviceBatch, TokenColumns]:
-        """Enqueue the kernel; returns the batch and the model's token columns. num_seqs, num_tokens: with padding."""
+        """Enqueue the kernel that fills the buffers for a step; returns the batch and the model's token columns.
+        num_seqs, num_tokens: with padding."""
         buffers = self._buffers
         prepare_inputs(
             self._arena.words,

@@ -17,7 +17,7 @@ from quire.worker.platform.host_memory import available_memory
 
 
 class DeviceMemory(Protocol):
-    """Measures and pins memory; all sizes are in bytes."""
+    """Measures a device's memory and pins host memory; all sizes are in bytes."""
 
     @property
     def is_measured(self) -> bool:
@@ -83,7 +83,7 @@ class CudaMemory:
 
 
 class HostMemory:
-    """Host as the device, in Triton's interpreter."""
+    """DeviceMemory of Triton's interpreter, where the host is the device: measures nothing."""
 
     is_measured = False
 

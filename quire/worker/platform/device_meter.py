@@ -1,5 +1,3 @@
-"""Measurement of a device's memory: weights, a step at the full budget, graphs and tables."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

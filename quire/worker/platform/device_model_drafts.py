@@ -76,7 +76,7 @@ class DraftPasses(NamedTuple):
 
 
 class MadeDrafts(DeviceDrafts):
-    """Makes drafts by passes on a device. Constrained sequences have none."""
+    """Base of drafters that run a head's or model's passes on a device. Constrained sequences have none."""
 
     writes_blocks = True
 
@@ -140,7 +140,7 @@ class DeviceModelDrafts(MadeDrafts):
         most_masks = 0 if self._mask_token is None else num_rows * config.max_drafts
         self._masks = torch.full((most_masks,), self._mask_token or 0, device=arena.words.device)
         self._behind = np.zeros(num_rows, np.int64)
-        """Maximum number of tokens before a row's next step that the draft model has not computed."""
+        """Maximum tokens before a row's next step that the draft model lacks."""
         self._copied: list[tuple[int, int]] = []
         """Rows copied for the coming step: source and destination."""
 

@@ -1,4 +1,4 @@
-"""Plans on a device: staged writes update the request state, kernels read it, and nothing here waits for the device."""
+"""Plans on a device: staged writes update the request state, and nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -271,8 +271,7 @@ class DeviceStep:
 
 
 def copy_rounds(copies: Pairs) -> Iterator[Pairs]:
-    """Split (source, destination) pairs into rounds in which no block is both, so that each round may run in any
-    order."""
+    """Split (source, destination) pairs into rounds in which no block is both, so each round may run in any order."""
     remaining = copies
     while remaining:
         sources = {source for source, _ in remaining}

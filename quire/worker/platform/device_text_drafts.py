@@ -1,8 +1,7 @@
 """Drafts from texts on the host for a device's rows (quire/worker/finders.py has the methods).
 
-The host looks up before it knows the tokens of steps in flight. So it proposes a *path* behind the tokens that it
-knows, and the device takes the drafts from the path's part behind its own tokens. Where these have left the path, its
-drafts are rejected like other wrong ones.
+The host looks up before it knows the tokens of steps in flight, so it proposes a *path* behind its known tokens; the
+device takes drafts from the path's part behind its own tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class HostTexts:
     [num_rows], changed with a row's sequence. are_followed: [num_rows], rows looked up."""
 
     def __init__(self, num_rows: int, width: int, finder: Finder, num_unknown: int, *, follows_all: bool) -> None:
-        """width: most tokens of a row. num_unknown: steps whose tokens are unknown when one is launched. follows_all:
-        False for rows with a prediction alone."""
+        """finder: looks drafts up. width: most tokens of a row. num_unknown: steps whose tokens are unknown when one is
+        launched. follows_all: False for rows with a prediction alone."""
         self.finder = finder
         self.num_unknown = num_unknown
         self.unread: deque[SampledTexts | None] = deque()
@@ -107,8 +106,8 @@ class HostTexts:
             self.are_followed[row] = False
 
     def learn(self) -> None:
-        """Append the tokens of the step before the last `num_unknown` launched ones to their rows, so that all ranks
-        know the same."""
+        """Append the tokens of the step before the last `num_unknown` launched ones to their rows, so all ranks know
+        the same."""
         while len(self.unread) > self.num_unknown:
             step = self.unread.popleft()
             if step is not None:
@@ -144,8 +143,8 @@ class DeviceTextDrafts(DeviceDrafts):
         self._paths = np.zeros((num_rows, path_length(max_drafts, queue_depth)), np.int32)
         self._lengths = np.zeros(num_rows, np.int64)
         self._num_ahead = np.zeros(num_rows, np.int64)
-        """Tokens of each row's path, and least number of tokens that the device has beyond those that the host knows;
-        valid for the step's rows."""
+        """Tokens of each row's path, and least tokens that the device has beyond the host's; valid for the step's
+        rows."""
         self._is_looked_up = False
         """True if the coming step's paths are there."""
         self._num_fruitless = self._num_skipped = 0
@@ -242,5 +241,6 @@ class DeviceTextDrafts(DeviceDrafts):
 
 
 def path_length(max_drafts: int, queue_depth: int) -> int:
-    """Tokens of a path: drafts behind all tokens of the other steps in flight."""
+    """Number of tokens of a path (likely continuation that a device takes drafts from): drafts behind all tokens of the
+    other steps in flight."""
     return max_drafts + (queue_depth - 1) * (max_drafts + 1)

@@ -13,7 +13,7 @@ from quire.utils.garbage import without_collections
 
 
 class Graph(Protocol):
-    """Recorded work on tensors at fixed addresses."""
+    """CUDA graph: recorded work on tensors at fixed addresses, replayed in each step of its size."""
 
     def replay(self) -> None:
         """Enqueue the recorded work on the current stream."""
@@ -38,7 +38,7 @@ class GraphCapture(Protocol):
         ...
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View of a tensor that does not keep its memory alive."""
+        """View of a tensor that does not keep its memory alive. Graphs' results are kept so."""
         ...
 
 
@@ -97,7 +97,7 @@ class CudaGraphCapture:
 
 
 class _Memory:
-    """Device memory of another owner, described by `__cuda_array_interface__` so that torch can wrap it."""
+    """Device memory of another owner, described by `__cuda_array_interface__` so torch can wrap it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

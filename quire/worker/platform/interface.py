@@ -43,7 +43,7 @@ Mode = Literal["inline", "thread", "queued"]
 
 
 class PendingCopy(Protocol):
-    """Tensors on their way to the host."""
+    """Tensors on their way from a device to the host; a step's result waits for them."""
 
     def wait(self) -> list[torch.Tensor]:
         """Wait for this copy; return the host tensors in order."""
@@ -57,7 +57,7 @@ class RequestColumns(Protocol):
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
 
     def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
-        """Copy a row's first tokens."""
+        """Copy a row's first tokens to a forked row."""
         ...
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class RequestColumns(Protocol):
         ...
 
     def end_text(self, row: int, num_tokens: int) -> None:
-        """End the row's text of `num_tokens` tokens."""
+        """End the row's text of `num_tokens` tokens as its sequence leaves; look-ups may keep the output."""
         ...
 
     def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
@@ -77,11 +77,11 @@ class RequestColumns(Protocol):
         ...
 
     def copy_blocks(self, source: int, destination: int, group: int, num_entries: int) -> None:
-        """Copy the first entries of a row's block table."""
+        """Copy the first entries of a row's block table to a forked row."""
         ...
 
     def write_sampling(self, row: int) -> None:
-        """Write the row's sampling parameters."""
+        """Write a new sequence's sampling parameters to where kernels read them."""
         ...
 
     def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = ...) -> None:
@@ -89,7 +89,7 @@ class RequestColumns(Protocol):
         ...
 
     def copy_values(self, source: int, destination: int) -> None:
-        """Copy a row's step-column values."""
+        """Copy a row's step-column values to a forked row."""
         ...
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
@@ -132,8 +132,8 @@ class ComputeStep(Protocol):
 
 
 class StepCompute(Protocol):
-    """Computes plans over its request state. prompt_logits_elements: maximum logits of prompt positions computed at
-    once (at least one position)."""
+    """Computes plans over its request state, on one platform; ModelRunner calls it. prompt_logits_elements: maximum
+    logits of prompt positions computed at once (at least one position)."""
 
     prompt_logits_elements: int
     has_drafts: bool
@@ -168,12 +168,13 @@ class StepCompute(Protocol):
         ...
 
     def capture_next(self) -> bool:
-        """Capture one more graph while no plan is outstanding; returns whether one was left."""
+        """Capture one more graph while no plan is outstanding; returns whether one was left. Called while idle."""
         ...
 
 
 class HostBlockTensors(Protocol):
-    """Pool of blocks on the host. pages[j]: [num_host_blocks + 1, page bytes] uint8."""
+    """Memory of the host pool, for swapped sequences and KV connectors. pages[j]: [num_host_blocks + 1, page bytes]
+    uint8."""
 
     @property
     def pages(self) -> Sequence[torch.Tensor]: ...
@@ -201,7 +202,7 @@ class StepLimits:
 
 
 class MemoryMeter(Protocol):
-    """Measures memory for the pools before they exist."""
+    """Measures a platform's memory at the start, to size the pools."""
 
     def free(self) -> int:
         """Bytes still available where the model computes."""
@@ -242,12 +243,13 @@ class DraftModel(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """True if it shares neither weights nor layer numbers with the model."""
+        """True if it shares neither weights nor layer numbers with the model. False: a draft head."""
         return self.head is None or self.head.is_apart
 
 
 class Platform(Protocol):
-    """Hardware as used by one worker. Calls are sequential, and inside `computing` unless stated otherwise."""
+    """Hardware as used by one worker (CpuPlatform, CudaPlatform). Calls are sequential, and inside `computing` unless
+    stated otherwise."""
 
     def mode(self, queue_depth: int) -> Mode:
         """Mode in which an executor runs plans here. May be called anywhere."""
@@ -258,7 +260,7 @@ class Platform(Protocol):
         ...
 
     def is_computing(self) -> bool:
-        """True if the calling thread is known to be in this context, which is then not entered again."""
+        """True if the calling thread is known to be in this context, then not entered again."""
         ...
 
     def synchronize(self) -> None:
@@ -270,7 +272,7 @@ class Platform(Protocol):
         ...
 
     def code_identity(self) -> dict[str, str]:
-        """Identity of the computing code; only engines with equal bits share blocks on disk."""
+        """Names and versions of the computing code; only engines with equal bits share blocks on disk."""
         ...
 
     stage: Stage
@@ -285,7 +287,6 @@ class Platform(Protocol):
     """Adapters of the loaded model; None without `enable_lora`."""
 
     draft_model: DraftModel | None
-    """Draft model of the loaded model, or None."""
 
     def load_model(self, progress: Progress) -> CausalLM:
         """Load the model and set `expert_counts`, `balancer` and `draft_model`. Raises ModelLoadError or
@@ -327,5 +328,5 @@ class Platform(Protocol):
         ...
 
     def release_reserve(self) -> None:
-        """Return memory that the allocator holds unused."""
+        """Return memory that the allocator holds unused to the system, for a sleep."""
         ...

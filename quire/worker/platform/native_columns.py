@@ -24,8 +24,8 @@ FIRST_CAPACITY = 256
 
 
 class NativeColumns(CpuColumns):
-    """Columns and step inputs in the same memory each time and, for decodes of equal size, in the same objects.
-    `PlainInputs` computes the same."""
+    """RequestColumns and StepInputs of the native CPU kernels, in the same memory each time and, for decodes of equal
+    size, in the same objects. `PlainInputs` computes the same."""
 
     def __init__(
         self,

@@ -16,12 +16,11 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, StepInputs, prepare_inputs
 
 LEAST_TOKENS = 16
-"""Tokens of prompts per rank from which on a step is dealt. Below, products read weights for nearly the same time, and
-exchanges cost more than the rows that a rank is spared."""
+"""Prompt tokens per rank from which a step is dealt. Below, exchanges cost more than the spared rows."""
 
 
 class SharedInputs:
-    """StepInputs of this rank's part of each step with prompts; of whole other steps."""
+    """StepInputs of this rank's part of each step with prompts; of whole other steps. For ranks that share prompts."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class SharedInputs:
         self._keys = KeyExchange(backends.attention, self._rows, runtime)
         self._group = group
         self._read: list[np.ndarray] | None = None
-        """Places of each rank's tokens among those read in the last step; None: each rank has all."""
+        """Places of each rank's tokens among the last step's read ones; None: each rank has all."""
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
         owner = None if batch.is_decode else owners(batch.counts, self._group.size)
@@ -89,8 +88,8 @@ def owners(counts: np.ndarray, num_ranks: int) -> np.ndarray | None:
     """Rank that computes each token of a step, [T] int64; None: every rank computes all. counts: [S] tokens of each
     sequence.
 
-    A chunk is cut into two pieces per rank, and each rank takes an early one and the late one that mirrors it, so that
-    ranks attend to about as many keys. Sequences too short for that go to the rank with the fewest tokens so far.
+    A chunk is cut into two pieces per rank; each rank takes an early one and its late mirror, so ranks attend to about
+    as many keys. Shorter sequences go to the rank with the fewest tokens.
     """
     num_pieces = 2 * num_ranks
     is_long = counts >= num_pieces

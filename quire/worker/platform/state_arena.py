@@ -1,5 +1,4 @@
-"""Device memory for rows: all tables with a row per live sequence, in one allocation, so that a kernel can write all of
-a step's changes."""
+"""Device memory for all tables with a row per live sequence, in one allocation: one kernel writes a step's changes."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class StateArena:
         rules: np.ndarray = NO_RULES,
         drafts: DraftRoom | None = None,
     ) -> None:
-        """rules: [columns] int32, per step column of the model. drafts: None means no drafts."""
+        """rules: [columns] int32, each step column's Rule. drafts: None means no drafts."""
         max_drafts, draft_rules, has_texts = drafts or DraftRoom()
         # A head reads the token behind each one.
         token_width = _aligned(max_model_len + 1 + (max_drafts > 0))

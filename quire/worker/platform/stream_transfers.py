@@ -1,5 +1,5 @@
-"""Swapping on a device: between its pool and pinned host memory, on a separate stream. Blocks are gathered into a
-staging buffer and copied together with host neighbours, and likewise back."""
+"""Swapping on a device: between its pool and pinned host memory, on a separate stream. Blocks are gathered in a staging
+buffer and copied with host neighbours, and likewise back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Device's streams: compute, block transfers, input copies, result copies and loads of adapters. On a GPU these are
-CUDA streams, ordered by events; in Triton's interpreter everything has run when a call returns."""
+"""Device's streams: compute, block transfers, input copies, result copies and loads of adapters. On a GPU they are CUDA
+streams, ordered by events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.worker.platform.interface import PendingCopy
 
 
 class StreamEvent(Protocol):
-    """Point in a stream."""
+    """Recorded point in a device's stream of work, to wait for."""
 
     def wait(self) -> None:
         """Order later work in the current context after the event; the host continues."""
@@ -123,7 +123,7 @@ class CudaCopy:
 
 
 class HostStreams:
-    """Streams of a device that is the host."""
+    """DeviceStreams of Triton's interpreter: work has run at once."""
 
     device = torch.device("cpu")
 
@@ -153,7 +153,7 @@ class HostStreams:
 
 
 class PassedEvent:
-    """Event that has passed."""
+    """StreamEvent of HostStreams, which has always passed."""
 
     def wait(self) -> None:
         """Does nothing."""

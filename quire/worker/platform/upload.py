@@ -58,7 +58,8 @@ class Upload:
         self._used = 0
 
     def add(self, values: np.ndarray) -> Section:
-        """values: integers that fit into 32 bits, of any shape."""
+        """Put a column into this step's upload; returns its place. values: integers that fit into 32 bits, of any
+        shape."""
         start, size = self._used, values.size
         end = start + -(-size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
         if end > len(self._hosts[self._turn]):
@@ -68,7 +69,7 @@ class Upload:
         return Section(start, values.shape)
 
     def send(self) -> None:
-        """Enqueue the copy; later work on the compute stream can read it."""
+        """Enqueue the copy of all added columns to the device; later work on the compute stream can read it."""
         streams, host = self._streams, self._hosts[self._turn]
         previous, self._device_turn = self._device_turn, (self._device_turn + 1) % NUM_DEVICE_BUFFERS
         # All kernels that read the previous step's buffer were enqueued before this call.
@@ -84,7 +85,7 @@ class Upload:
         copied.wait()
 
     def view(self, section: Section) -> torch.Tensor:
-        """Added column on the device, int32."""
+        """Sent column as a tensor on the device, int32."""
         size = math.prod(section.shape)
         return self._devices[self._device_turn][section.start : section.start + size].view(section.shape)
 
@@ -108,7 +109,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class RoundSections:
-    """Round's columns in the upload. destinations, values: [N]. copies: [C, 3], at most `longest` words each."""
+    """Places of a round's columns in the upload. destinations, values: [N]. copies: [C, 3], at most `longest` words
+    each."""
 
     destinations: Section | None
     values: Section | None
@@ -117,7 +119,7 @@ class RoundSections:
 
 
 class RowWrites:
-    """Changes of a step in the rows, in order; mostly a single round of writes."""
+    """Changes of a step in the device's request rows, in order; mostly a single round of writes."""
 
     def __init__(self) -> None:
         self._rounds = [Round()]
@@ -149,7 +151,7 @@ class RowWrites:
         self._sections = [_add_round(each, upload) for each in self._rounds]
 
     def apply(self, upload: Upload, arena: torch.Tensor) -> None:
-        """Enqueue the kernels. arena: [words] int32."""
+        """Enqueue the kernels that write the changes. arena: [words] int32."""
         for sections in self._sections:
             if sections.destinations is not None and sections.values is not None:
                 write_words(arena, upload.view(sections.destinations), upload.view(sections.values))

@@ -1,5 +1,5 @@
-"""Weight offload: moves a sleeping model's weights to host memory and back into the same tensor objects. Device
-addresses change, so CUDA graphs and address tables must be rebuilt."""
+"""Weight offload: moves a sleeping model's weights to host memory and back into the same tensor objects, at other
+addresses: CUDA graphs must be rebuilt."""
 
 from __future__ import annotations
 
