@@ -19,8 +19,8 @@ LoRARequests = LoRARequest | AdapterRef | Sequence[LoRARequest | AdapterRef | No
 
 
 class KnownAdapters:
-    """Thread-safe registry of LoRA adapters by name. An adapter is read when first named, or again with `load_inplace`.
-    A request carries the digest of what was read; later changes of the files do not affect it."""
+    """Thread-safe registry of LoRA adapters. One is read when first named, or again with `load_inplace`. A request
+    carries the digest of what was read; later changes of the files do not affect it."""
 
     def __init__(self, config: AdaptersConfig) -> None:
         self._config = config

@@ -226,7 +226,7 @@ class AdapterPlace:
 
 
 class SplitPlace(AdapterPlace):
-    """Target of adapters of a checkpoint matrix whose rows belong to several layers."""
+    """Target of adapters of a matrix whose rows belong to several layers."""
 
     def __init__(self, rows: int, places: Sequence[tuple[AdapterPlace, torch.Tensor]]) -> None:
         """rows: the checkpoint's. places: each layer's target, and its rows."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters of matrices per head: each head's columns times its own A and B, in torch."""
+"""Low-rank adapters of matrices per head, in torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class HeadAdapters:
 
 
 class ExpansionPlace(AdapterPlace):
-    """Target of adapters of the absorbed matrix that expands latents: transposed for keys, plain for values."""
+    """Target of adapters of the absorbed matrix that expands latents."""
 
     def __init__(
         self, sizes: tuple[int, int, int], heads: range, num_heads: int, keys: HeadAdapters, values: HeadAdapters

@@ -83,7 +83,7 @@ class ColumnParallelLinear:
 
 
 class AdaptedProduct:
-    """Product of a linear layer plus the adapters of the step's tokens."""
+    """Product of a linear layer plus its adapters."""
 
     def __init__(self, context: LayerContext, parameters: Parameters, stack: AdapterStack) -> None:
         self._linear, self._operations, self._parameters = context.linear, context.operations, parameters
@@ -110,8 +110,8 @@ class AdaptedProduct:
 
 
 class RowParallelLinear:
-    """y = residual + x W^T + b with inputs shared by the ranks, whose partial sums are added. Only the first rank has
-    the bias."""
+    """y = residual + x W^T + b with inputs shared by the ranks, whose partial sums are added. The first rank has the
+    bias."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, context: LayerContext) -> None:
         self._context = context

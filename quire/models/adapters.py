@@ -43,8 +43,8 @@ Placed = tuple[AdapterPlace, dict[str, torch.Tensor]]
 
 
 class ModelAdapters:
-    """Loads adapters into one model's layers. `layers`: passed to the layers when they are built. One load at a time;
-    it may run beside steps without rows of its slot."""
+    """Loads adapters into one model's layers, one at a time, beside steps without rows of its slot. `layers`: passed to
+    the layers when they are built."""
 
     def __init__(self, config: AdaptersConfig, storage: AdapterStorage) -> None:
         self.layers = Adapters(storage)

@@ -157,9 +157,9 @@ def _names(requests: Iterable[Request]) -> list[str]:
 
 
 class AdapterGate:
-    """Defers a request with an adapter until the workers hold it and fewer than `max_loras` other adapters run. Once a
-    request has waited PATIENCE for others to end, no request of the least used running adapter starts. Background
-    requests wait like this only for one another, and behind live ones."""
+    """Defers a request with an adapter until the workers hold it and fewer than `max_loras` others run. Once a request
+    has waited PATIENCE for others, no request of the least used running adapter starts. Background requests wait like
+    this only for one another, and behind live ones."""
 
     reason = LOADING
     stage = GateStage.BEGIN

@@ -55,8 +55,7 @@ class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoadAdapter(RequestStruct, kw_only=True, frozen=True):
-    """Body of /v1/load_lora_adapter. load_inplace: replace the adapter of this name; running requests keep the old
-    one."""
+    """Body of /v1/load_lora_adapter. load_inplace: replace the adapter of this name; running requests keep theirs."""
 
     lora_name: str = ""
     lora_path: str = ""
