@@ -15,8 +15,8 @@ SHELLS = ("bash", "zsh", "fish")
 
 @dataclass(frozen=True)
 class CommandWords:
-    """Command, or its mode (`bench serve`). text: one-line help. flags: spelling -> one-line help. values: flag with a
-    value, or "" for the first argument -> known words."""
+    """Command, or its mode. flags: spelling -> help. values: flag with a value, or "" for the first argument -> known
+    words."""
 
     text: str
     flags: Mapping[str, str]

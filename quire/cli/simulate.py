@@ -129,7 +129,7 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
     from quire.simulator.cost import CostModel, Precision
     from quire.simulator.hardware import find
     from quire.simulator.scenario import Scenario
-    from quire.simulator.shape import find_shape
+    from quire.simulator.shape import find_shape, find_vision
 
     shape = find_shape(namespace.model)
     sizes = {name: getattr(namespace, name) for name in ("tp", "pp", "dp", "ep", "dcp", "pcp")}
@@ -145,7 +145,7 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
         raise UserError("--slo tpot is not for beams, whose tokens all come at the end: take latency", param="slo")
     return Scenario(
         source=_source(namespace),
-        cost=CostModel(shape, find(namespace.gpu), layout, precision),
+        cost=CostModel(shape, find(namespace.gpu), layout, precision, vision=find_vision(namespace.model)),
         settings=replace(engine_settings(given(namespace, EngineOptions, skip=OTHERS)), seed=namespace.seed),
         router=namespace.router,
         objectives=objectives,

@@ -168,6 +168,7 @@ def _print_run(scenario: Scenario, metrics: Metrics) -> None:
         ("KV use, mean", f"{metrics.mean_kv_usage:.1%}"),
         ("preemptions", f"{stats.preemptions_total:,} ({stats.swap_preemptions_total:,} swapped)"),
         ("prefix-cache hits", f"{stats.prefix_cache_hits_total:,} tokens"),
+        *([("pictures encoded", f"{stats.encoded_images_total:,}")] if stats.encoded_images_total else []),
         ("steps", f"{metrics.num_steps:,}"),
         ("weights on each device", format_bytes(scenario.cost.weight_bytes_per_device)),
     ]

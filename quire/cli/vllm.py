@@ -75,7 +75,11 @@ def _serve(arguments: Sequence[str]) -> int:
 def _run_batch(arguments: Sequence[str]) -> int:
     from quire.cli.run_batch import OF_METRICS, OF_THE_API, add_batch_flags, answer_file
 
-    parser = Parser(prog="quire.cli.vllm run-batch", add_help=False)
+    parser = Parser(
+        prog="quire.cli.vllm run-batch",
+        usage="python -m quire.cli.vllm run-batch -i FILE -o FILE [flags of vllm serve]",
+        description="Answer a file of requests in OpenAI's batch format. `serve --help` shows the model's flags.",
+    )
     add_batch_flags(parser)
     parser.add_argument("--output-tmp-dir", metavar="DIR", help="no effect: answers are written as they come")
     namespace, rest = parser.parse_known_args(list(arguments))

@@ -131,7 +131,7 @@ def load_model_config(
         quantization=read_quantization(fields),
         pooling=pooling,
         is_multimodal=bool(key) or VISION_CONFIG in whole,
-        vision=_vision(whole),
+        vision=vision_of(whole),
         image_token_id=_image_token_id(whole, architecture),
         mmproj=mmproj,
         impl=impl,
@@ -226,7 +226,8 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     return value if isinstance(value, Mapping) else None
 
 
-def _vision(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def vision_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Vision tower's part of a config.json, for `read_vision`."""
     found = _object(config, VISION_CONFIG)
     outer = {key: config[key] for key in OUTER_KEYS if key in config}
     return found if found is None or not outer else {**found, **outer}

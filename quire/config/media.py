@@ -57,8 +57,7 @@ OF_FILES = ProcessorOptions()
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """Options that override a video processor's files. fps: frames sampled of a second. num_frames: frames in all, in
-    place of fps."""
+    """Options that override a video processor's files. fps: frames sampled of a second. num_frames: in place of fps."""
 
     fps: float | None = None
     num_frames: int | None = None

@@ -163,10 +163,9 @@ class LayerShape:
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model, in elements. max_model_len: positions. dtype, expert_dtype: stored types of matrices. is_tied:
-    input and output embeddings are one table. embedding_width: if it is not `hidden`, two matrices project to `hidden`
-    and back. positions: rows of a table of learned positions. num_vectors: elements of norms outside the layers.
-    is_known: False if norms and biases are guessed. draft_layers: layers of a loaded draft head; they count as weights
-    only."""
+    input and output embeddings are one table. embedding_width: if not `hidden`, two matrices project to `hidden` and
+    back. positions: rows of a table of learned positions. num_vectors: elements of norms outside the layers. is_known:
+    False if norms and biases are guessed. draft_layers: layers of a draft head; they count as weights only."""
 
     name: str
     family: str
@@ -310,12 +309,16 @@ class ModelShape:
         total = 0
         for layer, count in self.layer_counts.items():
             own = sum(inputs + outputs for inputs, outputs in layer.projections)
-            if layer.attention.kind in ("full", "sliding", "chunked"):
-                own += 2 * layer.projections[0][0]  # queries, keys and values are counted as one matrix
+            own += 2 * layer.projections[0][0]  # matrices that `projections` counts as one, or that rows split
+            if layer.attention.kind == "full":
+                keys = 2 * layer.attention.num_kv_heads * layer.attention.key_dim
+                is_gated = layer.projections[0][1] > layer.projections[1][0] + keys
+                own += is_gated * layer.projections[0][0]
             if width := _dense_width(layer):
                 own += (3 if self.is_gated else 2) * (self.hidden + width)
             if layer.experts is not None:
                 own += self.hidden + layer.experts.num_experts
+                own += (self.hidden + 1) if layer.experts.shared_intermediate else 0  # a gate
             total += count * own
         return total
 

@@ -76,9 +76,9 @@ def read_pooling(
     path: Path, fields: Fields, architecture: str, runner: str, *, is_encoder: bool, stated: Method | None = None
 ) -> PoolingConfig | None:
     """Pooling of a directory's or GGUF file's model; None for one that generates. is_encoder: it attends in both
-    directions. stated: method that a GGUF file names. runner: option of EngineOptions; "auto" pools if files describe
-    pooling, or the model cannot generate. Raises ModelLoadError for unsupported files, ConfigError for a runner that
-    the model cannot have."""
+    directions. stated: method named by a GGUF file. runner: option of EngineOptions; "auto" pools if files describe
+    pooling, or the model cannot generate. Raises ModelLoadError for unsupported files, ConfigError for an impossible
+    runner."""
     is_bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
     is_causal = not (is_encoder or is_bare or architecture.endswith(CLASSIFIER))
     modules = None if path.is_file() else _modules(path)

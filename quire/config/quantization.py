@@ -15,12 +15,12 @@ STORED_TYPES = {"fp8": "float8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 @dataclass(frozen=True)
 class QuantizationConfig:
     """Quantisation of the linear layers' weights. method: "int8" or "int4" (weights only), "w8a8" or "w4a8"
-    (activations are rounded to 8 bits, too), "fp8", "mxfp4" or "nvfp4" (weights only). group_size: input features that
-    share a scale; None: a whole output row (floats: by their format). checkpoint_format: "gptq" (zero points stored
-    less one), "gptq_v2", "awq", "pack-quantized", "int-quantized", "fp8", "mxfp4" (experts in one tensor), "nvfp4",
-    "mxfp4-pack-quantized", "nvfp4-pack-quantized"; None: quantised while loading. symmetric: the checkpoint has no zero
-    points. reordered: it assigns input features to groups one by one (act-order). block_size: (output rows, input
-    features) that share an "fp8" scale; None: a row or the whole matrix."""
+    (activations in 8 bits, too), "fp8", "mxfp4" or "nvfp4" (weights only). group_size: input features that share a
+    scale; None: a whole output row (floats: by their format). checkpoint_format: "gptq" (zero points stored less one),
+    "gptq_v2", "awq", "pack-quantized", "int-quantized", "fp8", "mxfp4" (experts in one tensor), "nvfp4",
+    "mxfp4-pack-quantized", "nvfp4-pack-quantized"; None: quantised while loading. symmetric: no zero points. reordered:
+    input features are in groups one by one (act-order). block_size: (output rows, input features) that share an "fp8"
+    scale; None: a row or the whole matrix."""
 
     method: str
     group_size: int | None

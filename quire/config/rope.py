@@ -21,10 +21,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 @dataclass(frozen=True)
 class RopeDefaults:
     """Family's RoPE settings where config.json has none. theta: base. share: rotated part of each head. turns_part:
-    config.json may set another part. local_theta: base of windowed layers (None: all layers rotate alike). local_key:
-    key of that base. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` names layers without rotation. types:
-    supported types. renamed: other names of types. is_stretched: `max_position_embeddings` counts the stretched model's
-    positions. mrope_section: see RopeConfig. mrope_interleaved: always on."""
+    config.json may set another part. local_theta: base of windowed layers (None: all rotate alike). local_key: key of
+    that base. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` names layers without rotation. types:
+    supported types. renamed: other names of types. is_stretched: `max_position_embeddings` counts stretched positions.
+    mrope_section: see RopeConfig. mrope_interleaved: always on."""
 
     theta: float = 10_000.0
     share: float = 1.0
@@ -59,9 +59,8 @@ LLAMA_DEFAULTS = RopeDefaults()
 class RopeConfig:
     """Settings of rotary positions. rotary_dim: rotated leading elements of a head (even).
     original_max_position_embeddings: trained length in tokens. attention_factor: factor of cos and sin; None: the
-    scaling's usual value. mrope_section: elements that turn by a token's time, row and column (empty: all by its
-    position), in turns if mrope_interleaved. The other fields belong to one `rope_type` each, under Transformers'
-    names."""
+    scaling's usual. mrope_section: elements that turn by a token's time, row and column (empty: all by its position),
+    in turns if mrope_interleaved. Other fields belong to one `rope_type` each, under Transformers' names."""
 
     rope_type: str
     theta: float

@@ -459,8 +459,8 @@ class AsyncLLM:
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Start no request until `resume`; new ones wait (a server rejects them unless mode is "keep"). mode: "abort"
-        ends all requests with finish reason "abort"; "wait" returns when the running ones have ended; "keep" suspends
-        them. clear_cache: drop cached prefixes too, except with "keep". Raises UserError for another mode."""
+        ends all requests with finish reason "abort"; "wait" returns when running ones have ended; "keep" suspends them.
+        clear_cache: drop cached prefixes, except with "keep". Raises UserError for another mode."""
         check_mode(mode)
         self._session.control.pauses, self._session.control.refuses_new = True, mode != "keep"
         await self._session.ask("pause", "all" if mode == "keep" else "new")
@@ -486,8 +486,8 @@ class AsyncLLM:
 
     async def sleep(self, level: int | str = 1, mode: str | None = None) -> None:
         """Free memory until `wake_up`: the KV cache, and the weights, which move to host memory on a device (level 1)
-        or are dropped (level 2). mode: None refuses to sleep while requests live, "abort" ends them, "wait" waits for
-        their end. Raises UserError while requests live or prefixes are registered."""
+        or are dropped (level 2). mode: None refuses while requests live, "abort" ends them, "wait" waits for them.
+        Raises UserError while requests live or prefixes are registered."""
         if mode is not None:
             check_mode(mode)
         control = self._session.control

@@ -61,10 +61,10 @@ class OutputProcessor:
         delta: bool = False,
         final_only: bool = False,
     ) -> None:
-        """Expect updates of `request`; call before the core knows it. Raises UserError for an id in use. By default an
-        output holds the whole request so far (all `n` completions). delta: only completions with news, and their new
-        part. Text comes when it is certain, token ids and logprobs with their step, prompt logprobs with the first
-        tokens. final_only: a single, last output; always so for beam search and best_of."""
+        """Expect updates of `request`; call before the core knows it. Raises UserError for an id in use. An output
+        holds the whole request so far (all `n` completions). delta: only completions with news, and their new part:
+        text when it is certain, token ids and logprobs with their step, prompt logprobs with the first tokens.
+        final_only: one, last output; always so for beam search and best_of."""
         if request.request_id in self._requests:
             raise UserError(f"request id {request.request_id!r} is already in use", param="request_id")
         self._requests[request.request_id] = _RequestState(

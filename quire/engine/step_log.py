@@ -52,9 +52,9 @@ class StepLogHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class StepRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One step in the log, times in seconds. at: hand-over of the plan, since the first one. seconds: from the
-    hand-over, or the previous step's end if later, to this step's end. gap: from the previous step's end to the
-    hand-over, at least 0. num_carried: sequences that had a row before; if 0, `gap` may be idle time. starts, tokens:
-    the plan's `start_positions` and `num_tokens`. Copies and swaps are in blocks."""
+    hand-over, or the previous step's end if later, to this end. gap: from the previous end to the hand-over, at least
+    0. num_carried: sequences that had a row before; if 0, `gap` may be idle time. starts, tokens: the plan's
+    `start_positions` and `num_tokens`. Copies and swaps are in blocks."""
 
     step: int
     at: float

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 
 from quire.kernels.matmul import row_linear
 from quire.kernels.value import Indices, ReadRows
+
+if TYPE_CHECKING:
+    from quire.layers.head_adapters import HeadAdapters
 
 PANEL = 16
 """Columns of gate and up that alternate in an interleaved product."""
@@ -63,6 +66,9 @@ class AdapterStorage(Protocol):
 
     num_slots: int
     max_rank: int
+    dtype: torch.dtype
+    adds_by_head: bool
+    """True if HeadAdapters may add to results."""
 
     def attach(self, stack: AdapterStack) -> None:
         """Allocate room for a layer's adapters once its weights are loaded."""
@@ -101,13 +107,13 @@ class TorchAdapterStorage:
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device, self.adds_by_head = dtype, device, True
 
     def attach(self, stack: AdapterStack) -> None:
         stack.stored = {}
 
     def load(self, stack: AdapterStack, slot: int, piece: int, matrices: LowRank) -> None:
-        a, *b = (each.to(self._device, self._dtype) for each in (matrices.a, *matrices.b))
+        a, *b = (each.to(self._device, self.dtype) for each in (matrices.a, *matrices.b))
         kept = LowRank(a, b, matrices.scale)
         stack.stored.setdefault(slot, {})[piece] = kept
 
@@ -126,16 +132,14 @@ def nothing_runs() -> None:
 
 
 class StepSlots:
-    """Slots of a step's tokens. all: [T]; read: [R], of the read tokens."""
+    """Slots of a step's tokens, [T]. rows: read tokens (None: all)."""
 
-    def __init__(self, slots: Any, rows: Any) -> None:
-        self.all = slots
-        self.read = slots if rows is None else slots[rows]
+    def __init__(self, slots: torch.Tensor, rows: torch.Tensor | None) -> None:
+        self._slots, self._rows = slots, rows
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """Slots for the rows of x: all of the step or the read ones (the same for equal counts)."""
-        found: torch.Tensor = self.all if len(x) == len(self.all) else self.read
-        return found
+        return self._slots if self._rows is None or len(x) == len(self._slots) else self._slots[self._rows]
 
 
 class Adapters:
@@ -144,7 +148,10 @@ class Adapters:
     def __init__(self, storage: AdapterStorage) -> None:
         self.storage = storage
         self.stacks: list[tuple[AdapterStack, Callable[[], bool]]] = []
+        self.heads: list[HeadAdapters] = []
         self._step: Any = None
+        self.running: StepSlots | None = None
+        """Slots of the run of a recorded program."""
 
     def add_layer(self, stack: AdapterStack, is_interleaved: Callable[[], bool]) -> None:
         """Register a layer. is_interleaved: returns the product's layout once the weights are loaded."""
@@ -216,6 +223,35 @@ class AdapterPlace:
         """Store A, [rank, inputs], and B, [outputs, rank], of any floating dtype, in a slot."""
         own_a, own_b = self.stack.share(self.piece, a, b if self._order is None else b[self._order])
         storage.load(self.stack, slot, self.piece, LowRank(own_a, own_b, scale))
+
+
+class SplitPlace(AdapterPlace):
+    """Target of adapters of a checkpoint matrix whose rows belong to several layers."""
+
+    def __init__(self, rows: int, places: Sequence[tuple[AdapterPlace, torch.Tensor]]) -> None:
+        """rows: the checkpoint's. places: each layer's target, and its rows."""
+        self._rows, self._places = rows, places
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._rows, self._places[0][0].shape[1]
+
+    @property
+    def local_elements(self) -> int:
+        return sum(place.local_elements for place, _ in self._places)
+
+    def ordered(self, order: torch.Tensor) -> AdapterPlace:
+        return SplitPlace(self._rows, [(place, order[rows]) for place, rows in self._places])
+
+    def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        for place, rows in self._places:
+            place.load(storage, slot, a, b[rows], scale)
+
+
+def split_place(rows: int, places: Sequence[AdapterPlace | None], orders: Sequence[torch.Tensor]) -> SplitPlace | None:
+    """SplitPlace of a matrix with the rows `orders[i]` in place i; None without adapters."""
+    found = [(place, order) for place, order in zip(places, orders, strict=True) if place is not None]
+    return SplitPlace(rows, found) if found else None
 
 
 def padded(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:

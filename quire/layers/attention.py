@@ -20,9 +20,8 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 class Attention:
     """Grouped-query self-attention with fused query, key and value projections. Ranks share the heads. shape: heads,
-    scale and window of the whole layer. norm, norm_epsilon: head norms of queries and keys (None: none). has_sinks:
-    True for a learned score per head without a value. Raises ConfigError for heads that the attention back end does not
-    support."""
+    scale and window of the whole layer. norm, norm_epsilon: head norms of queries and keys (None: none). has_sinks: a
+    learned score per head without a value. Raises ConfigError for heads that the back end does not support."""
 
     def __init__(
         self,

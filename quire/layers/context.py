@@ -52,8 +52,8 @@ class LayerContext:
 class WeightSlot:
     """Target of one checkpoint tensor. shape: the checkpoint's whole shape. load: copies this rank's share of such a
     tensor (any dtype), or of a quantised one of `matrix_shape`. nbytes: stored bytes of the share. dummy_mean,
-    dummy_std: distribution of random weights. transposed: the checkpoint stores [in, out]. turned: it may store [in,
-    out] although `shape` is [out, in]. adapter: target of the matrix's adapters, or None."""
+    dummy_std: random weights. transposed: the checkpoint stores [in, out]. turned: it may store [in, out] although
+    `shape` is [out, in]. adapter: target of adapters, or None."""
 
     shape: tuple[int, ...]
     load: LoadWeight

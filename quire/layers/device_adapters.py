@@ -50,7 +50,7 @@ class DeviceAdapterStorage:
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, streams: LoadStreams) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
-        self._dtype, self._streams = dtype, streams
+        self.dtype, self._streams, self.adds_by_head = dtype, streams, False
 
     def attach(self, stack: AdapterStack) -> None:
         if not stack.pieces:
@@ -61,13 +61,13 @@ class DeviceAdapterStorage:
             assert step == PANEL, "products on a device are not interleaved"
             pieces.append((first, sum(stack.parts[part].local for part in piece)))
         sizes = (self.num_slots, self.max_rank, stack.in_features)
-        matrices = AdapterMatrices.empty(*sizes, pieces, self._dtype, self._streams.device)
+        matrices = AdapterMatrices.empty(*sizes, pieces, self.dtype, self._streams.device)
         stack.stored = DeviceMatrices(matrices, [place[2] for place in matrices.places.tolist()])
 
     def load(self, stack: AdapterStack, slot: int, piece: int, matrices: LowRank) -> None:
         own: DeviceMatrices = stack.stored
-        a = matrices.a.to(self._dtype).contiguous()
-        b = torch.cat([each.to(self._dtype) for each in matrices.b]).t().contiguous()
+        a = matrices.a.to(self.dtype).contiguous()
+        b = torch.cat([each.to(self.dtype) for each in matrices.b]).t().contiguous()
         with torch.inference_mode(), self._streams.loading():
             own.matrices.store(slot, piece, own.starts[piece], a, b, matrices.scale)
             self._streams.record().synchronize()

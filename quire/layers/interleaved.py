@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from quire.layers.adapters import split_place
 from quire.layers.context import WeightSlot
 from quire.quantization.file_tensor import FileTensor
 from quire.quantization.integer_weight import WeightSource
@@ -38,4 +39,5 @@ def shared_slot(slots: Sequence[WeightSlot], orders: Sequence[torch.Tensor]) -> 
 
     rows = sum(slot.shape[0] for slot in slots)
     nbytes = sum(slot.nbytes for slot in slots)
-    return replace(slots[0], shape=(rows, *slots[0].shape[1:]), load=load, nbytes=nbytes, adapter=None)
+    adapter = split_place(rows, [slot.adapter for slot in slots], orders)
+    return replace(slots[0], shape=(rows, *slots[0].shape[1:]), load=load, nbytes=nbytes, adapter=adapter)

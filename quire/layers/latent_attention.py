@@ -16,7 +16,9 @@ from quire.kernels.arguments import LatentExpansion, LatentShape
 from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LatentSpec
+from quire.layers.adapters import split_place
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
+from quire.layers.head_adapters import ExpansionPlace, HeadAdapters
 from quire.layers.latent_index import IndexHeads, LatentIndexer
 from quire.layers.linear import LocalRows, RowParallelLinear
 from quire.layers.norm import RMSNorm
@@ -35,7 +37,7 @@ class LatentHeads:
     """Latent heads of a layer, over all ranks. rank: size of compressed keys and values. nope_dim, rope_dim: unrotated
     and rotated elements of a head's query. value_dim: size of a head's result. query_rank: size of compressed queries
     (None: uncompressed). scale: factor of scores. bias: projections have biases, except of uncompressed queries.
-    interleaved: the checkpoint stores rotated pairs side by side. expansion_apart: it has expansion matrices per head,
+    interleaved: the checkpoint stores rotated pairs side by side. expansion_apart: expansion matrices per head,
     transposed for keys (GGUF)."""
 
     num_heads: int
@@ -153,8 +155,12 @@ class LatentAttention:
             **self._output.slots("o_proj"),
             **({} if self._indexer is None else prefixed("indexer", self._indexer.slots())),
         }
+        places = self._query.place(), self._turned_query.place()
         queries = WeightSlot(
-            (query, self._query_size), self._load_queries, self._query.nbytes + self._turned_query.nbytes
+            (query, self._query_size),
+            self._load_queries,
+            self._query.nbytes + self._turned_query.nbytes,
+            adapter=split_place(query, places, self._query_rows()),
         )
         if self._compress_query is None or self._query_norm is None:
             return {**slots, "q_proj.weight": queries}
@@ -170,7 +176,9 @@ class LatentAttention:
         if not heads.expansion_apart:
             shape = heads.num_heads * (heads.nope_dim + heads.value_dim), heads.rank
             nbytes = self._absorb.nbytes + self._expand.nbytes + self._num_local * self._kept_bytes
-            return {"kv_b_proj.weight": WeightSlot(shape, self._load_expansion, nbytes)}
+            return {
+                "kv_b_proj.weight": WeightSlot(shape, self._load_expansion, nbytes, adapter=self._expansion_place())
+            }
         parts = {"k_b_proj": (self._absorb, heads.rank, heads.nope_dim, self._kept_bytes)}
         parts["v_b_proj"] = (self._expand, heads.value_dim, heads.rank, 0)
         return {
@@ -181,13 +189,27 @@ class LatentAttention:
             for head in range(self._num_local)
         }
 
+    def _expansion_place(self) -> ExpansionPlace | None:
+        """Target of adapters; None without, and where prompts are expanded."""
+        adapters, heads = self._context.adapters, self._heads
+        if adapters is None or self._expanded is not None or not adapters.storage.adds_by_head:
+            return None
+        self._absorb.adapters, self._expand.adapters = HeadAdapters(adapters), HeadAdapters(adapters)
+        sizes, first = (heads.rank, heads.nope_dim, heads.value_dim), self._first_head
+        own = range(first, first + self._num_local)
+        return ExpansionPlace(sizes, own, heads.num_heads, self._absorb.adapters, self._expand.adapters)
+
     def _split_slots(
         self, name: str, num_rows: int, load: Callable[[str, WeightSource], None], *, bias: bool
     ) -> WeightSlots:
         whole, turned = self._compress, self._turned_key
+        rows = torch.arange(self._heads.rank), self._heads.rank + self._turned_rows()
         slots = {
             f"{name}.weight": WeightSlot(
-                (num_rows, self._hidden_size), partial(load, "weight"), whole.nbytes + turned.nbytes
+                (num_rows, self._hidden_size),
+                partial(load, "weight"),
+                whole.nbytes + turned.nbytes,
+                adapter=split_place(num_rows, (whole.place(), turned.place()), rows),
             )
         }
         if bias:
@@ -203,11 +225,18 @@ class LatentAttention:
         self._turned_key.load(turned[self._turned_rows()], suffix)
 
     def _load_queries(self, tensor: WeightSource) -> None:
+        size = self._heads.nope_dim + self._heads.rope_dim
+        first = self._first_head * size
+        local = tensor.narrow(0, first, self._num_local * size)
+        for layer, rows in zip((self._query, self._turned_query), self._query_rows(), strict=True):
+            layer.load(local[rows - first])
+
+    def _query_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of this rank's heads in the checkpoint's query matrix: unrotated, rotated."""
         nope_dim, size = self._heads.nope_dim, self._heads.nope_dim + self._heads.rope_dim
-        local = tensor.narrow(0, self._first_head * size, self._num_local * size)
-        first_rows = size * torch.arange(self._num_local)[:, None]
-        self._query.load(local[(first_rows + torch.arange(nope_dim)).flatten()])
-        self._turned_query.load(local[(first_rows + nope_dim + self._turned_rows()).flatten()])
+        first_rows = size * (self._first_head + torch.arange(self._num_local))[:, None]
+        plain, turned = torch.arange(nope_dim), nope_dim + self._turned_rows()
+        return (first_rows + plain).flatten(), (first_rows + turned).flatten()
 
     def _load_expansion(self, tensor: WeightSource) -> None:
         nope_dim, value_dim = self._heads.nope_dim, self._heads.value_dim
@@ -251,15 +280,20 @@ class _HeadMatrices:
     """Matrix [out_features, in_features] per local head."""
 
     def __init__(self, in_features: int, out_features: int, num_heads: int, context: LayerContext) -> None:
-        self._linear = context.linear
+        self._linear, self._context = context.linear, context
         self._out_features = out_features
+        self.adapters: HeadAdapters | None = None
         shape = LinearShape(in_features, out_features, False, context.dtype, context.device)
         self._stack = context.linear.create_stack(shape, num_heads)
         self.nbytes = num_heads * context.linear.stored_bytes((out_features, in_features))
 
     def __call__(self, x: Value) -> Value:
         """[T, num_heads * in_features] -> [T, num_heads * out_features]."""
-        return self._linear.apply_heads(self._stack, x)
+        y = self._linear.apply_heads(self._stack, x)
+        slots = None if self.adapters is None or self._context.adapters is None else self._context.adapters.step
+        if slots is None or self.adapters is None:
+            return y
+        return self._context.operations.add_head_adapted(self.adapters, x, y, slots)
 
     def load(self, head: int, tensor: WeightSource) -> None:
         whole = tensor.read() if isinstance(tensor, FileTensor) else tensor

@@ -16,9 +16,9 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 
 class ColumnParallelLinear:
-    """y = activation(x W^T + b) with outputs shared by the ranks. parts: output sizes of the fused matrices (query, key
-    and value; gate and up). num_shares: shares per part; with fewer than ranks, neighbours hold the same share. gated:
-    two equal parts, y = activation(gate) * up. Raises ConfigError for parts that cannot be shared equally."""
+    """y = activation(x W^T + b) with outputs shared by the ranks. parts: output sizes of the fused matrices.
+    num_shares: shares per part; with fewer than ranks, neighbours hold the same share. gated: two equal parts, y =
+    activation(gate) * up. Raises ConfigError for parts that cannot be shared equally."""
 
     def __init__(
         self,
@@ -197,12 +197,18 @@ class LocalRows:
         self._linear = context.linear
         self._shape = LinearShape(in_features, out_features, bias, context.dtype, context.device)
         self._parameters = context.linear.create(self._shape)
+        stack = AdapterStack(in_features, 0, in_features, [Part(out_features, 0, out_features)])
+        self._product = AdaptedProduct(context, self._parameters, stack)
         self.nbytes = context.linear.stored_bytes((out_features, in_features))
         self.bias_bytes = context.linear.stored_bytes((out_features,)) if bias else 0
 
     def __call__(self, x: Value) -> Value:
         """[T, in_features] -> [T, out_features]."""
-        return self._linear.apply(self._parameters, x)
+        return self._product(x)
+
+    def place(self) -> AdapterPlace | None:
+        """Target of adapters; None without."""
+        return self._product.place(range(1))
 
     def load(self, tensor: WeightTensor, suffix: str = "weight") -> None:
         self._linear.load_rows(self._parameters, suffix, tensor, 0, self._shape.out_features)
@@ -211,7 +217,8 @@ class LocalRows:
         """Slots of a checkpoint matrix with the same rows."""
         shape = self._shape
         size = (shape.out_features, shape.in_features)
-        slots = {f"{name}.weight": WeightSlot(size, partial(self._load_whole, "weight"), self.nbytes)}
+        load = partial(self._load_whole, "weight")
+        slots = {f"{name}.weight": WeightSlot(size, load, self.nbytes, adapter=self.place())}
         if shape.bias:
             slots[f"{name}.bias"] = WeightSlot(size[:1], partial(self._load_whole, "bias"), self.bias_bytes)
         return slots

@@ -23,6 +23,7 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import check_index, check_latent
 from quire.kernels.cpu.recorder import TOKEN_IDS, Buffer, RecordedIndices, RecordedRows, address_of
 from quire.layers.adapters import AdapterStack
+from quire.layers.head_adapters import HeadAdapters
 from quire.layers.native_adapters import record_adapted
 from quire.layers.operations import gather_columns, norm_shares, require_equal_widths
 from quire.parallel.interface import ProcessGroup
@@ -203,6 +204,9 @@ class NativeOperations:
 
     def add_adapted(self, stack: AdapterStack, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:
         return record_adapted(stack, x, y, slots)
+
+    def add_head_adapted(self, adapters: HeadAdapters, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:
+        return x.recorder.call_torch(adapters.add_recorded, y.width, [x, y])
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: Buffer) -> Buffer:
         return x.recorder.call_torch(partial(norm_shares, group, norms), x.width, [x])

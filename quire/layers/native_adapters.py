@@ -33,7 +33,7 @@ class NativeAdapterStorage:
     B: panels of ALIGNMENT outputs, [panel, rank, ALIGNMENT]; zero-padded."""
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
-        self.num_slots, self.max_rank, self._dtype = num_slots, max_rank, dtype
+        self.num_slots, self.max_rank, self.dtype, self.adds_by_head = num_slots, max_rank, dtype, True
 
     def attach(self, stack: AdapterStack) -> None:
         segments = []
@@ -41,13 +41,13 @@ class NativeAdapterStorage:
             for part in piece:
                 segments.append((number, *stack.columns(part), stack.parts[part].local))
         sizes = (self.num_slots, stack.in_features, self.max_rank, max(1, len(stack.pieces)))
-        stack.stored = NativeStack(_native.AdapterTable(TYPES[self._dtype], *sizes, segments))
+        stack.stored = NativeStack(_native.AdapterTable(TYPES[self.dtype], *sizes, segments))
 
     def load(self, stack: AdapterStack, slot: int, piece: int, matrices: LowRank) -> None:
         rank = len(matrices.a)
-        a = padded(padded(matrices.a.to(self._dtype), 1, ALIGNMENT), 0, RANKS).unflatten(1, (-1, ALIGNMENT))
+        a = padded(padded(matrices.a.to(self.dtype), 1, ALIGNMENT), 0, RANKS).unflatten(1, (-1, ALIGNMENT))
         a = a.unflatten(0, (-1, RANKS)).transpose(1, 2).contiguous()
-        panels = [padded(b.to(self._dtype), 0, ALIGNMENT).unflatten(0, (-1, ALIGNMENT)) for b in matrices.b]
+        panels = [padded(b.to(self.dtype), 0, ALIGNMENT).unflatten(0, (-1, ALIGNMENT)) for b in matrices.b]
         b = [each.transpose(1, 2).contiguous() for each in panels]
         own = stack.stored
         own.kept.setdefault(slot, []).extend((a, *b))

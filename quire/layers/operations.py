@@ -27,6 +27,7 @@ from quire.kernels.arguments import (
 from quire.kernels.rotation import Rotation, RotationTable
 from quire.kernels.value import AnyValue, Value
 from quire.layers.adapters import AdapterStack, add_adapted
+from quire.layers.head_adapters import HeadAdapters
 from quire.layers.states import gated_delta_rule, gated_norm, short_convolution
 from quire.parallel.interface import ProcessGroup
 
@@ -143,6 +144,10 @@ class Operations(Protocol):
         """y plus the adapters' results for x's rows. slots: `Adapters.step`. y is overwritten."""
         ...
 
+    def add_head_adapted(self, adapters: HeadAdapters, x: AnyValue, y: AnyValue, slots: Any) -> Value:
+        """`add_adapted` for matrices per head; not on a device."""
+        ...
+
     def upcast_logits(self, x: AnyValue) -> Value:
         """Logits in the sampler's dtype: float32; unchanged on a device."""
         ...
@@ -205,6 +210,9 @@ class SharedOperations:
 
     def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
         return add_adapted(stack, x, y, slots)
+
+    def add_head_adapted(self, adapters: HeadAdapters, x: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
+        return adapters.add(x, y, slots)
 
 
 def gather_columns(group: ProcessGroup, width: int, x: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,8 @@ class ModelAdapters:
         wait()
         for stack, _ in self.layers.stacks:
             self._storage.clear(stack, slot)
+        for heads in self.layers.heads:
+            heads.clear(slot)
         directory = Path(adapter.path)
         if scaled_digest(content_digest(directory), adapter.scale) != adapter.digest:
             raise ModelLoadError(f"{directory} has changed since it was named: name it anew")

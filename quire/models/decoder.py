@@ -76,7 +76,7 @@ class Decoder:
         """Numbers of the layers that `forward` runs."""
         self._is_end = stage.is_last
         self._operations = context.operations
-        self._adapters = context.adapters
+        self.adapters = context.adapters
         if context.adapters is not None:
             self.columns = (*self.columns, ADAPTER_SLOTS)
         self._head: OutputHead = head
@@ -119,8 +119,8 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
         """Run the layers (CausalLM.forward). Given a recorder's placeholders, this records it."""
-        if self._adapters is not None:
-            self._adapters.begin(batch.columns.get(ADAPTER_SLOTS), batch.logits_rows)
+        if self.adapters is not None:
+            self.adapters.begin(batch.columns.get(ADAPTER_SLOTS), batch.logits_rows)
         x, numbers, overlay = self.first_rows(batch), self._numbers, batch.overlay
         used = {self._rotaries[number]: None for number in numbers}
         positions = batch.rotary_positions, batch.grid_positions

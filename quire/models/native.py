@@ -28,6 +28,7 @@ from quire.kernels.cpu.recorder import (
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
+from quire.layers.adapters import StepSlots
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.overlay import Overlay
 from quire.models.decoder import Decoder
@@ -192,6 +193,8 @@ class NativeModel:
         num_rows = len(tensors[0])
         variant = self._variant(batch, step)
         program, states, overlay = self._body_for(variant, step, num_rows)
+        if variant.adapts and self._model.adapters is not None:
+            self._model.adapters.running = StepSlots(cast("torch.Tensor", batch.columns[ADAPTER_SLOTS]), rows)
         if overlay is not None:
             overlay.current = batch.overlay
         last, *tapped = program.results(num_rows, num_rows if rows is None else len(rows))

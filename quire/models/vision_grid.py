@@ -20,7 +20,7 @@ class GridInputs:
     """Inputs of a vision tower for T patches. query_start: [frames + 1] int64, first patch of each frame. places: [T,
     4] int64, rows of the position table to blend; shares: [T, 4] float32, their weights. angles: [T, head_dim / 2]
     float32, radians of the rotation (empty for pooled towers). token_order: [tokens] int64, tokens in order of windows,
-    None: no windows; window_start: [windows + 1] int64, first patch of each window."""
+    None: no windows; window_start: [windows + 1] int64."""
 
     query_start: torch.Tensor
     places: torch.Tensor

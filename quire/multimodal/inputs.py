@@ -226,8 +226,8 @@ class ImageInputs:
 
 
 def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> ImageInputs | NoImages:
-    """Image inputs of the engine's model, or NoImages. tokenizer: the model's, for prompts. Raises ModelLoadError for
-    invalid image files of the checkpoint."""
+    """Image inputs of the engine's model, or NoImages. Raises ModelLoadError for invalid image files of the
+    checkpoint."""
     model, media = config.model, config.media
     if model.vision is None or model.image_token_id is None or model.architecture not in VISION_TOWERS:
         return NoImages()

@@ -102,8 +102,8 @@ class OwnNames:
 async def prepared(
     picture: Picture, owner: str, names: Names, prepare: Callable[[Picture], Awaitable[ReadyMedium]]
 ) -> ReadyMedium:
-    """Prepare a picture, which may be known by its name alone, and keep its name. owner: client that named it. prepare:
-    gets a picture that is not ready. Raises UserError for an unknown name."""
+    """Prepare a picture, which may be known by its name alone, and keep its name. Raises UserError for an unknown
+    name."""
     if isinstance(picture.image, ReadyImage | ReadyVideo):
         return picture.image
     name = None if picture.uuid is None else name_key(owner, picture.uuid)

@@ -56,7 +56,6 @@ class FileJob(msgspec.Struct, frozen=True):
 
 
 def prepare_file(argument: str, data: bytes) -> bytes:
-    """Prepare a file in a helper (quire/tokenization/helpers.py); return msgpack of the ReadyImage. argument: JSON of a
-    FileJob. Raises UserError."""
+    """Prepare a file in a helper; return msgpack of the ReadyImage. argument: JSON of a FileJob. Raises UserError."""
     job = msgspec.json.decode(argument, type=FileJob)
     return msgspec.msgpack.encode(job.how.prepare(data, job.where))

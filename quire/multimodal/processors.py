@@ -38,8 +38,7 @@ _KEY_LABEL = b"quire.image.v1\0"
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
     """pixels: resized; of a video's part [frames, height, width, 3]. grid: frames, rows and columns of patches.
-    num_tokens: placeholders in a prompt. key: SHA-256 of pixels, size, grid and processor options; equal keys mean
-    equal patches."""
+    num_tokens: placeholders in a prompt. key: SHA-256 of pixels, size, grid and processor options."""
 
     pixels: Pixels
     grid: tuple[int, int, int]

@@ -97,8 +97,7 @@ class VideoRuns:
     token_id: int
 
     def written(self, token_ids: list[int], videos: Sequence[ReadyVideo], where: str) -> list[int]:
-        """Prompt with all placeholders. token_ids: with one placeholder a video, or with all. Raises UserError for
-        placeholders that do not match."""
+        """Prompt with all placeholders; see VideoMarks.written."""
         counts = [video.num_tokens for video in videos]
         if _has_all(token_ids, self.token_id, videos, counts, where):
             return token_ids

@@ -431,7 +431,6 @@ class VideoJob(msgspec.Struct, frozen=True):
 
 
 def prepare_video(argument: str, data: bytes) -> bytes:
-    """Prepare a file in a helper (quire/tokenization/helpers.py); return msgpack of the ReadyVideo. argument: JSON of a
-    VideoJob. Raises UserError."""
+    """Prepare a file in a helper; return msgpack of the ReadyVideo. argument: JSON of a VideoJob. Raises UserError."""
     job = msgspec.json.decode(argument, type=VideoJob)
     return msgspec.msgpack.encode(job.how.prepare(data, job.where))

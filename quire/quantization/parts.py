@@ -59,10 +59,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class MatrixFormat:
-    """Format of stored matrices in several parts. required: part names of a matrix. harmless: parts without effect,
-    each with a test for that. build: makes the matrix from the required parts. weight_dtype: dtype of a part called
-    "weight". aliases: further names of parts. separator: between the names of matrix and part; if a dot, the matrix is
-    called `<name>.weight`."""
+    """Format of stored matrices in several parts. required: part names. harmless: parts without effect, each with a
+    test for that. build: makes the matrix from the required parts. weight_dtype: dtype of a part called "weight".
+    aliases: further names of parts. separator: between the names of matrix and part; with a dot, the matrix is
+    `<name>.weight`."""
 
     required: frozenset[str]
     build: Callable[[Parts], QuantizedWeight]

@@ -61,10 +61,9 @@ def quantize_rows(
     tensor: torch.Tensor, bits: int, group_size: int | None, *, name: str | None = None, fit: Fit | None = None
 ) -> IntegerWeight:
     """Quantise [N, K] of any floating dtype. 8 bits: symmetric, one scale per group from its largest magnitude
-    (group_size None: per row). 4 bits: scale and an offset per group of `fitting_group_size(K, group_size)`, chosen for
-    a small squared error and rounded to float16 in groups that allow it. name: the tensor's name for errors (None: the
-    caller adds it). fit: 4-bit rounding (None: `fit_groups`). Raises ModelLoadError for infinities, NaN and sizes that
-    do not fit."""
+    (group_size None: per row). 4 bits: scale and offset per group of `fitting_group_size(K, group_size)`, chosen for a
+    small squared error and rounded to float16 where allowed. name: for errors (None: the caller adds it). fit: 4-bit
+    rounding (None: `fit_groups`). Raises ModelLoadError for infinities, NaN and sizes that do not fit."""
     assert tensor.dim() == 2, "only matrices are quantised"
     assert bits == 8 or group_size is not None, "4-bit weights are quantised in groups"
     rows, columns = tensor.shape

@@ -35,8 +35,8 @@ def quantize_float8(tensor: torch.Tensor, *, name: str | None = None) -> Float8W
 
 def quantize_mxfp4(tensor: torch.Tensor, *, name: str | None = None) -> Float4Weight:
     """Round [N, K] of any floating dtype in groups of 32 (the last may be shorter). A group's exponent is that of its
-    largest magnitude, which clips values above 6, or the next one if its squared error is smaller. name: the tensor's
-    name for errors. Raises ModelLoadError for infinities and NaN."""
+    largest magnitude, which clips values above 6, or the next one if its squared error is smaller. name: for errors.
+    Raises ModelLoadError for infinities and NaN."""
     rows, columns = tensor.shape
     groups = -(-columns // MX_GROUP)
     pairs = torch.empty(rows, groups * MX_GROUP // 2, dtype=torch.uint8)

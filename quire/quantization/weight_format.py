@@ -17,9 +17,9 @@ EIGHT_BITS = 8
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """Quantisation at load time. bits: 0 keeps floating point in `dtype`; 8 and 4 quantise in groups of at most
-    `group_size` input features (None: one group per row), to integers, or with small_floats to FP8 and MXFP4.
-    rounded_activations: round activations to 8 bits per row and multiply integers. activation_bits: see ModelConfig. A
-    checkpoint's quantised matrices are kept."""
+    `group_size` input features (None: a row), to integers, or with small_floats to FP8 and MXFP4. rounded_activations:
+    round activations to 8 bits per row and multiply integers. activation_bits: see ModelConfig. Quantised checkpoints
+    stay."""
 
     dtype: str
     bits: int = 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from quire.config.engine import EngineConfig
+from quire.config.vision import EncoderCosts
 from quire.decoding.drafts import NO_DRAFTER, WorkerDrafts
 from quire.decoding.masks import Constraint, Matcher
 from quire.errors import UserError
@@ -161,8 +162,10 @@ SchedulerFactory: TypeAlias = Callable[[EngineConfig, KVCacheLayout, PreemptionC
 """(configuration, allocated pool, costs measured for the preemption mode) -> scheduler."""
 
 
-def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: PreemptionCosts | None) -> Scheduler:
-    """Quire's scheduler: continuous batching over a paged pool."""
+def paged_scheduler(
+    config: EngineConfig, layout: KVCacheLayout, costs: PreemptionCosts | None, encoder: EncoderCosts | None = None
+) -> Scheduler:
+    """Quire's scheduler: continuous batching over a paged pool. encoder: None: the configured model's."""
     kv = KVCacheManager(
         layout,
         enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -172,5 +175,5 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
     drafter = WorkerDrafts(drafts.max_drafts, drafts.by_batch_size, adapts=drafts.adapts)
     chosen = drafter if drafts.max_drafts else NO_DRAFTER
     return Scheduler(
-        config.scheduler, kv, costs, drafter=chosen, adapters=config.adapters, encoder=encoder_costs(config)
+        config.scheduler, kv, costs, drafter=chosen, adapters=config.adapters, encoder=encoder or encoder_costs(config)
     )

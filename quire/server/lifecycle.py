@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
@@ -19,6 +20,20 @@ OBITUARY_SECONDS = 1.0
 """Seconds of 503 at /health between the engine's death and the exit."""
 SHUTDOWN_GRACE_SECONDS = 2
 """Seconds for complete answers to reach slow clients at the end."""
+
+
+def heed_hangups(settings: ServerSettings) -> None:
+    """Ignore SIGHUP without a terminal: certificates are renewed anyway."""
+    if settings.enable_ssl_refresh and not _has_terminal():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:

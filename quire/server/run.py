@@ -25,6 +25,7 @@ from quire.server.lifecycle import (
     SHUTDOWN_GRACE_SECONDS,
     ending_signals,
     first,
+    heed_hangups,
     loop_factory,
     preload,
     read_prefixes,
@@ -60,6 +61,7 @@ def serve(
     if settings.log_format is not None:
         set_log_format(settings.log_format)
     check_certificate(settings)
+    heed_hangups(settings)
     KeyRing.of(settings)  # refuses a wrong file before the engine starts
     prefixes = read_prefixes(settings)
     with bind(settings) as listener, claimed(settings.files_path), _interruptible():

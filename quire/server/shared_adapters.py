@@ -25,7 +25,7 @@ class NamedAdapter(msgspec.Struct, frozen=True):
 
 
 class NumberedAdapter(msgspec.Struct, frozen=True):
-    """ref: of scale 1. scale: for requests that name none."""
+    """ref: with scale 1. scale: for requests that name none."""
 
     ref: AdapterRef
     scale: float

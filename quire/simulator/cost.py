@@ -19,8 +19,10 @@ from dataclasses import dataclass
 
 from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, STATE_BORDER, AttentionShape, Matrix, ModelShape
 from quire.config.parallel import ParallelConfig, why_no_copies, why_not_dealt, why_prompts_not_dealt
+from quire.config.vision import EncoderCosts, VisionConfig
 from quire.errors import UserError
 from quire.simulator.hardware import Hardware
+from quire.simulator.tower import TowerCost
 from quire.simulator.work import ChunkTokens, StepWork, Windows
 
 KERNELS_PER_LAYER = 10
@@ -78,9 +80,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Cost of attention of the layers of one kind on one device, in seconds. At the peak: per pair of a chunk's token
-    and a position, and per position of a single token. Of bytes: per position that a chunk or a single token reads, and
-    per token of a chunk."""
+    """Seconds of attention of the layers of one kind on one device. At the peak: per pair of a chunk's token and a
+    position, and per position of a single token. Of bytes: per position read, and per token of a chunk."""
 
     chunk_pair: float
     decode_pair: float
@@ -104,8 +105,7 @@ def windows_of(shape: ModelShape) -> Windows:
 
 
 class CostModel:
-    """Costs of one model's steps on one replica of a layout. Values that depend only on model and device are computed
-    once."""
+    """Costs of one model's steps on one replica of a layout."""
 
     def __init__(
         self,
@@ -115,14 +115,16 @@ class CostModel:
         precision: Precision | None = None,
         *,
         expands_prompts: bool = False,
+        vision: VisionConfig | None = None,
     ) -> None:
-        """expands_prompts: count a second copy of the matrices that expand latents for prompts. Raises UserError for a
-        layout that the model cannot have, or a dtype that the device lacks."""
+        """expands_prompts: count a second copy of the matrices that expand latents. vision: loaded tower. Raises
+        UserError for a layout that the model cannot have, or a dtype that the device lacks."""
         self.shape = shape
         self.hardware = hardware
         self.layout = layout or ParallelConfig()
         self.precision = precision or Precision.of(shape)
         self.expands_prompts = expands_prompts
+        self.vision = vision
         self.windows = windows_of(shape)
         self._block_tokens = BLOCK_TOKENS
         _check(shape, self.layout)
@@ -139,6 +141,12 @@ class CostModel:
         self._set_up_attention()
         self._constant, self._per_token, self._per_sampled = self._linear_parts()
         self._set_up_experts()
+        self.tower: TowerCost | None = None
+        """Vision tower; None also in pipelines, which take no pictures."""
+        if vision is not None and self.layout.pp == 1:
+            tp = self.layout.tp
+            costs = EncoderCosts.of(vision, shape.active_parameters(), tp)
+            self.tower = TowerCost(vision, hardware, self.precision.activations, costs, self._link(tp))
 
     # -- queries ----------------------------------------------------------------------------------------------------
 
@@ -246,8 +254,7 @@ class CostModel:
 
     @property
     def weight_bytes_per_device(self) -> float:
-        """Weight bytes of the largest pipeline stage, with a vocabulary table (embedding, output) in the first and the
-        last."""
+        """Weight bytes of the largest pipeline stage, with a vocabulary table in the first and the last."""
         shape, layout, precision = self.shape, self.layout, self.precision
         tables = shape.embedding_parameters * (1 if shape.is_tied or layout.pp > 1 else 2)
         all_tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
@@ -257,7 +264,8 @@ class CostModel:
         table_size = DTYPE_BYTES[precision.tables or precision.weights]
         dense = rest * share * DTYPE_BYTES[precision.weights] + tables * table_size
         experts = routed * share * DTYPE_BYTES[precision.experts or precision.weights]
-        return dense / layout.tp + experts * self._expert_share
+        tower = 0 if self.tower is None else self.tower.weight_bytes
+        return dense / layout.tp + experts * self._expert_share + tower
 
     @property
     def _expert_share(self) -> float:
@@ -327,8 +335,8 @@ class CostModel:
     # -- operators --------------------------------------------------------------------------------------------------
 
     def _product(self, name: str, weights: float, width: float, layers: float, dtype: str) -> Product:
-        """Product of one name over `layers`. weights: elements on this device in one layer. width: elements of a row,
-        read and written."""
+        """Product over `layers`. weights: elements on this device in one layer. width: elements of a row, read and
+        written."""
         rate = self.hardware.peak(dtype) * self.hardware.factors.compute
         return Product(
             name,
@@ -429,8 +437,7 @@ class CostModel:
         )
 
     def _indexer_of(self, attention: AttentionShape, num_layers: int) -> AttentionCost:
-        """Costs of these layers' indexers, which each rank computes whole: all heads compare a query with one key per
-        earlier token."""
+        """Costs of these layers' indexers, which each rank computes whole."""
         factors, size = self.hardware.factors, attention.index_dim
         layers = num_layers * self._layers / self.shape.num_layers
         rate = self.hardware.peak(self.precision.activations) * factors.attention_compute

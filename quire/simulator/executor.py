@@ -19,6 +19,7 @@ from quire.simulator.hardware import IDLE_SECONDS
 from quire.simulator.jitter import make_scatter
 from quire.simulator.memory import activation_bytes, device_specs
 from quire.simulator.tokens import Streams
+from quire.simulator.tower import TowerWork
 from quire.simulator.work import StepWork
 from quire.step import Candidates, SamplingInputs, StepPlan, StepResult
 
@@ -48,6 +49,7 @@ class SimulatedExecutor:
         self._clock = clock
         self._is_overlapped = queue_depth > 1
         self._streams = Streams()
+        self._tower = TowerWork(cost.tower)
         self._device_free = 0.0
         self._layout: KVCacheLayout | None = None
         self._swap_seconds = 0.0
@@ -113,7 +115,7 @@ class SimulatedExecutor:
             + work.num_new * hardware.host_overhead_per_new_sequence
         )
         begin = max(clock.now(), self._device_free)
-        model = cost.step_seconds(work, overlapped=self._is_overlapped)
+        model = cost.step_seconds(work, overlapped=self._is_overlapped) + self._tower.seconds(plan.images)
         if idle > IDLE_SECONDS:
             model += hardware.wake_overhead
         model = self._scatter.seconds(begin, model, work.num_chunks > 0)
@@ -128,8 +130,8 @@ class SimulatedExecutor:
         self._device_free = max(end, swapped)
         self.busy_seconds += model
         self.num_steps += 1
-        # A plan without tokens ends when its transfers end.
-        ready = end if work.num_tokens else self._device_free
+        # A plan without tokens and images ends when its transfers end.
+        ready = end if work.num_tokens or plan.images is not None else self._device_free
         return SimulatedFuture(clock, ready, self._result(plan))
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:

@@ -70,8 +70,7 @@ def simulate_fleet(
     num_processes: int = 1,
     report_seconds: float = REPORT_SECONDS,
 ) -> list[Metrics]:
-    """Serve a trace by several replicas; returns each replica's metrics (`merged` adds them up). Raises UserError for
-    an unknown router, and the errors of a replica's start."""
+    """Serve a trace by several replicas; returns each replica's metrics. Raises UserError for an unknown router."""
     chooser = make_router(router, num_replicas)
     window = report_seconds if chooser.needs_reports else UNREPORTED_SECONDS
     groups = _groups(spec, num_replicas, min(num_processes, num_replicas))

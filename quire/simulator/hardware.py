@@ -26,8 +26,8 @@ CACHED = 8.0
 @dataclass(frozen=True)
 class Factors:
     """Reached shares of the limits, each above 0 and at most 1 (CACHED for memory bandwidths). compute: matrix
-    products, relative to the peak. bandwidth: matrix products that read weights, and element-wise operators.
-    attention_compute, attention_bandwidth: the same in attention. link: all-reduce. pcie: swapping."""
+    products, relative to the peak. bandwidth: products that read weights, and element-wise operators.
+    attention_compute, attention_bandwidth: in attention. link: all-reduce. pcie: swapping."""
 
     compute: float = 0.7
     bandwidth: float = 0.8

@@ -67,8 +67,7 @@ class NoScatter:
 
 
 class DrawnScatter:
-    """Draws ratios: a normal variable, the sum of parts that fade over their own times, mapped through the step kind's
-    distribution."""
+    """Draws ratios: a normal variable, the sum of parts that fade, mapped through the step kind's distribution."""
 
     def __init__(self, jitter: Jitter, seed: int) -> None:
         """Equal seeds give equal draws for steps at the same moments."""

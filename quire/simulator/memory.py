@@ -21,6 +21,8 @@ NUM_LOGIT_COPIES = 3
 def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Estimated activation bytes of a step at its full budget on a device, with 16 bits each."""
     total = step_bytes(cost.shape, max_num_batched_tokens, max_num_seqs, tp=cost.layout.tp)
+    if cost.tower is not None:
+        total += cost.tower.working_bytes(cost.shape.max_model_len)
     experts = cost.shape.experts
     if experts is not None and cost.layout.redundant_experts is not None:  # results of experts, before they are added
         total += PART_BYTES * max_num_batched_tokens * experts.num_active * cost.shape.hidden

@@ -1,5 +1,4 @@
-"""Metrics of a simulated run (docs/simulator.md defines them): distributions of latencies, and a replica's state over
-time, in bounded memory."""
+"""Metrics of a simulated run (docs/simulator.md), in bounded memory."""
 
 from __future__ import annotations
 
@@ -258,6 +257,7 @@ class Metrics:
             "swap_preemptions": self.stats.swap_preemptions_total,
             "recomputed_tokens": self.stats.recomputed_tokens_total,
             "prefix_cache_hit_rate": self._hit_rate(),
+            "encoded_images": self.stats.encoded_images_total,
             "num_slo_met": self.num_slo_met,
             **{name: distribution.as_json() for name, distribution in self.latencies.items()},
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,16 +18,19 @@ from quire.config.model_shape import ModelShape
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UserError
 from quire.executors.interface import Executor
 from quire.outputs import SequenceUpdate
+from quire.prompt_image import PromptImage
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
+from quire.scheduler.interface import paged_scheduler
 from quire.simulator.cost import CostModel
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.memory import check_pool, kv_cache_bytes, most_useful_bytes, pool_bytes
 from quire.simulator.metrics import Metrics, Moments
 from quire.simulator.tokens import prompt_tokens
+from quire.simulator.tower import placed, with_images
 from quire.simulator.trace import TraceRequest
 
 MAX_NUM_SEQS = 256
@@ -66,8 +69,7 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per output token after the first. None for a single token, and for a beam search, which reports
-        all at its end."""
+        """Mean seconds per output token after the first. None for a single token, and for a beam search."""
         if self.num_tokens < 2 or self.request.beam_width:
             return None
         return (self.finish - self.first_token) / (self.num_tokens - 1)
@@ -208,7 +210,12 @@ class Replica:
             )
         else:
             self.executor = make_executor(cost, self.clock, settings.queue_depth)
-        self.core = make_core(settings.config(cost), self.executor, self.clock)
+        self._tower = cost.tower if make_core is EngineCore else None
+        if self._tower is not None:
+            make_core = partial(EngineCore, make_scheduler=partial(paged_scheduler, encoder=self._tower.costs))
+        config = settings.config(cost)
+        self._max_num_tokens = config.scheduler.max_num_batched_tokens - config.scheduler.max_num_seqs
+        self.core = make_core(config, self.executor, self.clock)
         self.metrics = Metrics(num_blocks=self.core.ready.num_blocks)
         self._max_model_len = self.core.ready.max_model_len
         self._takes_priorities = settings.scheduling_policy == "priority"
@@ -232,8 +239,8 @@ class Replica:
         return self.finish_run()
 
     def advance(self, until: float) -> None:
-        """Make steps until the clock reaches `until` (the last step may pass it) or no work is left; then set the clock
-        to it, unless it is infinite."""
+        """Make steps until the clock reaches `until` (the last step may pass it) or no work is left; then set a clock
+        that is behind to it."""
         clock, core = self.clock, self.core
         while clock.now() < until and core.has_work:
             self.step()
@@ -251,13 +258,13 @@ class Replica:
         if max_tokens < 1:
             self._refuse(name, f"{request.input_tokens} tokens exceed the longest sequence, {self._max_model_len}")
             return
+        tokens = prompt_tokens(number, request.input_tokens, request.prefix_group, request.prefix_tokens)
         self.core.handle(
             AddRequest(
                 EngineRequest(
                     request_id=name,
-                    prompt_token_ids=prompt_tokens(
-                        number, request.input_tokens, request.prefix_group, request.prefix_tokens
-                    ),
+                    prompt_token_ids=with_images(number, tokens, request),
+                    images=self._images(number, request),
                     params=_params(request.n, request.beam_width),
                     max_tokens=max_tokens,
                     seed=number,
@@ -265,6 +272,16 @@ class Replica:
                 )
             )
         )
+
+    def _images(self, number: int, request: TraceRequest) -> list[PromptImage]:
+        if not request.images:
+            return []
+        if self._tower is None:
+            raise UserError("images need a model with a vision tower, Quire's scheduler and pp=1", param="trace")
+        found = placed(number, request, self._tower)
+        if found[0].is_whole and found[0].num_tokens >= self._max_num_tokens:
+            raise UserError(f"images of {found[0].num_tokens} tokens exceed max_num_batched_tokens", param="trace")
+        return found
 
     def _priority(self, request: TraceRequest) -> int:
         if self._takes_priorities or not request.priority:

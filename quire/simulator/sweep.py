@@ -174,7 +174,14 @@ def _candidates(num_devices: int, *, has_experts: bool) -> Iterator[ParallelConf
 
 def _cost(scenario: Scenario, layout: ParallelConfig) -> CostModel:
     cost = scenario.cost
-    return CostModel(cost.shape, cost.hardware, layout, cost.precision, expands_prompts=cost.expands_prompts)
+    return CostModel(
+        cost.shape,
+        cost.hardware,
+        layout,
+        cost.precision,
+        expands_prompts=cost.expands_prompts,
+        vision=cost.vision,
+    )
 
 
 def _lowest_rate(scenario: Scenario) -> float:

@@ -97,7 +97,7 @@ class Streams:
 
 
 def is_turn(new: NewSequence) -> bool:
-    """True if a new sequence is a turn of a conversation: its whole prompt is a group's run, with one sample."""
+    """True for a turn of a conversation: the whole prompt is a group's run, with one sample."""
     first, last = new.token_ids[0], new.token_ids[new.num_prompt_tokens - 1]
     return (
         first >= GROUP_TOKENS and last - first == new.num_prompt_tokens - 1 and new.sampling.params.num_sequences == 1

@@ -15,10 +15,22 @@ from quire.sampling_params import MAX_BEAM_WIDTH, MAX_N
 
 
 @dataclass(frozen=True, slots=True)
+class TraceImage:
+    """Picture of a prompt. name: pictures of one name are alike; None: like no other."""
+
+    num_tokens: int
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.num_tokens) if self.name is None else f"{self.name}:{self.num_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
 class TraceRequest:
     """arrival: seconds from the start. n: sequences of parallel sampling. beam_width: 0: no beam search. prefix_tokens:
     leading input tokens that all requests of `prefix_group` share. If they share all, each request is a turn of a
-    conversation, and its output belongs to the next turn's input."""
+    conversation, and its output belongs to the next turn's input. images: pictures, whose tokens are input tokens
+    behind these."""
 
     arrival: float
     input_tokens: int
@@ -28,14 +40,16 @@ class TraceRequest:
     n: int = 1
     beam_width: int = 0
     priority: int = 0
+    images: tuple[TraceImage, ...] = ()
 
     @property
     def num_sequences(self) -> int:
         return self.beam_width or self.n
 
 
+MAX_IMAGE_TOKENS = 2**16
 REQUIRED = ("arrival", "input_tokens", "output_tokens")
-OPTIONAL = ("prefix_group", "prefix_tokens", "n", "beam_width", "priority")
+OPTIONAL = ("prefix_group", "prefix_tokens", "n", "beam_width", "priority", "images")
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
@@ -69,6 +83,8 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
             for name in OPTIONAL:
                 if getattr(request, name) != TraceRequest.__dataclass_fields__[name].default:
                     entry[name] = getattr(request, name)
+            if request.images:
+                entry["images"] = [str(image) for image in request.images]
             file.write(json.dumps(entry) + "\n")
 
 
@@ -112,6 +128,9 @@ def _request(entry: Mapping[str, Any], path: Path, line: int) -> TraceRequest:
     shared = 0 if group is None else _integer(entry, "prefix_tokens", path, line, 0, input_tokens)
     if shared > input_tokens:
         _fail(path, line, f"prefix_tokens ({shared}) exceeds input_tokens ({input_tokens})")
+    images = _images(entry.get("images"), path, line)
+    if images and shared + sum(image.num_tokens for image in images) >= input_tokens:
+        _fail(path, line, f"images and prefix_tokens leave none of the {input_tokens} input_tokens for text")
     n, width = _integer(entry, "n", path, line, 1, 1), _integer(entry, "beam_width", path, line, 0, 0)
     if width and n != 1:
         _fail(path, line, "n and beam_width exclude each other")
@@ -127,7 +146,20 @@ def _request(entry: Mapping[str, Any], path: Path, line: int) -> TraceRequest:
         n=n,
         beam_width=width,
         priority=_integer(entry, "priority", path, line, -100, 0),
+        images=images,
     )
+
+
+def _images(given: Any, path: Path, line: int) -> tuple[TraceImage, ...]:
+    """Pictures of a list, or of a text with spaces between them."""
+    found = []
+    for each in given if isinstance(given, list) else [] if given is None else str(given).split():
+        name, _, count = str(each).rpartition(":")
+        if isinstance(each, bool) or not count.isdecimal() or not 0 < int(count) <= MAX_IMAGE_TOKENS:
+            what = f"numbers of tokens, up to {MAX_IMAGE_TOKENS}, or NAME:NUMBER"
+            _fail(path, line, f"images must be {what}, not {each!r}")
+        found.append(TraceImage(int(count), name or None))
+    return tuple(found)
 
 
 def _check_names(names: Iterable[str], path: Path, line: int) -> None:

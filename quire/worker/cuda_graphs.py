@@ -124,9 +124,9 @@ class CudaGraphRunner:
         rows: torch.Tensor | None = None,
         overlay: RowOverlay | None = None,
     ) -> ForwardResult[torch.Tensor]:
-        """Run one forward pass over inputs prepared at the execution's sizes. rows: [R], the rows to return (None:
-        all); captured passes compute all. overlay: step's overlay, which excludes full graphs. Returns hidden
-        states [R, hidden] and taps; the next call may overwrite them. Padded rows are undefined."""
+        """Run one forward pass over inputs prepared at the execution's sizes. rows: [R], to return (None: all);
+        captured passes compute all. overlay: excludes full graphs. Returns hidden states [R, hidden] and taps; the next
+        call may overwrite them. Padded rows are undefined."""
         if self._num_rows is not None:
             self._num_rows.copy_(batch.query_start[-1:])
         if ADAPTER_SLOTS in columns.others and not execution.adapts:

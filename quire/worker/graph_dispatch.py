@@ -81,12 +81,9 @@ def execution_settings(
 def choose_execution(
     num_tokens: int, num_seqs: int, max_query_len: int, settings: ExecutionSettings, *, is_decode: bool = False
 ) -> Execution:
-    """Choose how a step runs. num_tokens, num_seqs: sizes without padding. max_query_len: maximum new tokens of a
-    sequence. is_decode: all new tokens but the first are drafts.
-
-    Decode batches use a full graph of the next size, with padded sequences; others piecewise graphs, with padded
-    tokens.
-    """
+    """Choose how a step runs. num_tokens, num_seqs: unpadded. max_query_len: most new tokens of a sequence.
+    is_decode: all new tokens but the first are drafts. Decode batches use a full graph of the next size, with padded
+    sequences; others piecewise graphs, with padded tokens."""
     if max_query_len == 1:
         size = _next(settings.full_sizes, num_seqs)
         if size is not None:

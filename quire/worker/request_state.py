@@ -16,9 +16,9 @@ from quire.worker.platform.interface import RequestColumns
 
 
 class RequestState:
-    """State of all sequences with a request slot (row). lengths: tokens of each sequence, including one that a step in
-    progress will sample. num_prompt_tokens: [num_rows] int64, see NewSequence. tables, sampling: block tables and
-    sampling parameters on the host. columns: read by kernels. rows_version: version of the last result of `rows_of`."""
+    """State of all sequences with a request slot (row). lengths: tokens of each, including one that a step in progress
+    will sample. num_prompt_tokens: [num_rows] int64, see NewSequence. tables, sampling: block tables and sampling
+    parameters on the host. columns: read by kernels. rows_version: version of the last result of `rows_of`."""
 
     def __init__(self, tables: BlockTables, sampling: SamplingRows, columns: RequestColumns) -> None:
         num_rows = tables.num_rows

@@ -347,6 +347,8 @@ def test_other_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert main([]) == 2
     assert main(["bench", "latency", "--help"]) == 0
     assert "--input-len" in capsys.readouterr().out
+    assert main(["run-batch", "--help"]) == 0
+    assert "--resume" in capsys.readouterr().out
     taken: list[Any] = []
     monkeypatch.setattr("quire.cli.chat.main", lambda arguments: taken.append(arguments) or 0)
     monkeypatch.setenv("VLLM_API_KEY", "k")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from tests.fakes.adapters import merged, write_adapter
 from tests.long import all_but_long
 from tests.models.families import FAMILIES, qwen3
 from tests.models.harness import random_prompts, randomize, save
+from tests.models.hybrid_families import HYBRID_FAMILIES
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, ignore_eos=True)
 TOLERANCE = 1e-4
@@ -125,6 +126,42 @@ def test_families(family: str, tmp_path: Path) -> None:
     with engine(directory) as llm:
         outputs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=[request, None])
     check_logprobs(merged(model, adapter), PROMPTS[0], outputs[0])
+    check_logprobs(model.double(), PROMPTS[1], outputs[1])
+
+
+SPLIT: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str], bool]]] = {
+    "qwen3-next": (HYBRID_FAMILIES["qwen3-next"], lambda name: ".experts." not in name),
+    "qwen3.5": (HYBRID_FAMILIES["qwen3.5"], lambda name: True),
+    "deepseek-v3": (FAMILIES["deepseek-v3"], lambda name: True),
+    "deepseek-v2": (FAMILIES["deepseek-v2"], lambda name: True),
+}
+"""Models whose matrices are of several layers here, and their adapters' modules."""
+
+
+@pytest.mark.parametrize("family", all_but_long(list(SPLIT), ["qwen3-next", "deepseek-v3"]))
+def test_matrices_of_several_layers(family: str, tmp_path: Path) -> None:
+    """As in Transformers, and with the same bits alone and where memory is short."""
+    make, targets = SPLIT[family]
+    model = randomize(make())
+    model.set_experts_implementation("eager")  # takes float64
+    directory = save(model, tmp_path / "base")
+    adapters = [write_adapter(model, tmp_path / str(seed), seed=seed, targets=targets) for seed in (6, 7)]
+    requests = [LoRARequest(str(seed), seed, str(path)) for seed, path in enumerate(adapters, 1)]
+    which = [requests[0], None, requests[1], requests[0], None]
+    with engine(directory) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=which)
+        alone = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=requests[0])[0]
+        hit = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=requests[1])[0]
+    assert bits(alone) == bits(outputs[0]) == bits(outputs[3])
+    assert bits(hit) == bits(outputs[2]) != bits(alone)
+    with engine(directory, attention_backend="torch") as llm:
+        plain = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=which[:2])
+    check_logprobs(merged(model, adapters[0]), PROMPTS[0], plain[0])
+    with engine(directory, max_num_batched_tokens=7, max_prefill_chunk=5) as llm:
+        chunks = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=which)
+    assert [bits(output) for output in chunks] == [bits(output) for output in outputs]
+    for place, adapter in ((0, adapters[0]), (2, adapters[1])):
+        check_logprobs(merged(model, adapter), PROMPTS[place], outputs[place])
     check_logprobs(model.double(), PROMPTS[1], outputs[1])
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from quire import LLM, LoRARequest
+from quire.errors import UserError
 from quire.outputs import RequestOutput
 from tests.fakes.adapters import write_adapter
 from tests.gpu.conftest import greedy, open_engine, tokens, with_graphs
 from tests.gpu.test_synchronising import no_synchronising
-from tests.models.families import qwen3
+from tests.models.families import deepseek_v3, qwen3
 from tests.models.harness import random_prompts, randomize, save
 
 pytestmark = pytest.mark.gpu
@@ -149,3 +150,27 @@ def test_a_slot_changes_between_steps(tiny: Tiny, tmp_path: Path, expected: list
             llm.sleep(level=level)
             llm.wake_up()
             assert tokens(tiny.complete(llm, tiny.rows)) == tokens(expected)
+
+
+def test_matrices_of_several_layers(tmp_path: Path) -> None:
+    """Compressed queries, keys and values of latent attention; the matrix that expands them is refused by name."""
+    model = randomize(deepseek_v3(num_hidden_layers=1))
+    save(model, tmp_path / "base")
+    adapters = [
+        write_adapter(model, tmp_path / name, seed=3, targets=lambda name, targets=targets: name.endswith(targets))
+        for name, targets in (("some", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")), ("more", "kv_b_proj"))
+    ]
+    some, more = (LoRARequest(path.name, 1 + index, str(path)) for index, path in enumerate(adapters))
+    prompts: Any = [{"prompt_token_ids": each} for each in random_prompts([9, 3], 97)]
+    params = greedy(2, logprobs=2)
+    options = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "num_threads": 1, **LORA}
+    with LLM(str(tmp_path / "base"), **options) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False, lora_request=[some, None])
+    with open_engine(tmp_path / "base", **LORA) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False, lora_request=[some, None])
+        with pytest.raises(UserError, match=r"kv_b_proj': adapters of this module are not supported"):
+            llm.generate(prompts[0], params, use_tqdm=False, lora_request=more)
+    assert tokens(found) == tokens(expected)
+    for own, wanted in zip(bits(found), bits(expected), strict=True):
+        for entry, known in zip(own, wanted, strict=True):
+            assert entry == pytest.approx(known, abs=1e-3)

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from quire.models.adapters import ModelAdapters, read_matrices
 from quire.models.loader import Extras, load_model
 from quire.parallel.single import SINGLE_RANK
 from tests.fakes.adapters import PREFIX, Tensors, write, write_adapter
-from tests.models.families import FAMILIES, mixtral, qwen3
+from tests.models.families import FAMILIES, deepseek_v3, mixtral, qwen3
 from tests.models.harness import randomize, save
+from tests.models.hybrid_families import HYBRID_FAMILIES
 
 LIMITS = AdaptersConfig(max_running=1, max_rank=16, num_slots=1)
 MODEL = randomize(qwen3(num_hidden_layers=1))
@@ -96,14 +98,22 @@ def test_some_layers_alone(adapters: ModelAdapters, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "most"),
-    [(qwen3, 1.0), (FAMILIES["gpt2"], 1.4), (FAMILIES["phi3"], 1.6), (lambda **_: mixtral(2, 1), 1.0)],
-    ids=["qwen3", "gpt2", "phi3", "mixtral"],
+    [
+        (partial(qwen3, num_hidden_layers=1), 1.0),
+        (FAMILIES["gpt2"], 1.4),
+        (FAMILIES["phi3"], 1.6),
+        (lambda: mixtral(2, 1), 1.0),
+        (HYBRID_FAMILIES["qwen3-next"], 1.1),
+        (HYBRID_FAMILIES["qwen3.5"], 1.0),
+        (deepseek_v3, 1.5),
+    ],
+    ids=["qwen3", "gpt2", "phi3", "mixtral", "qwen3-next", "qwen3.5", "deepseek-v3"],
 )
 def test_the_memory_of_slots_is_what_the_shape_says(
-    tmp_path: Path, make: Callable[..., PreTrainedModel], most: float
+    tmp_path: Path, make: Callable[[], PreTrainedModel], most: float
 ) -> None:
     """`quire plan` counts what an engine keeps; more where a checkpoint has several matrices in one."""
-    directory = save(randomize(make(num_hidden_layers=1)), tmp_path)
+    directory = save(randomize(make()), tmp_path)
     config = load_model_config(str(directory), dtype="float32", max_model_len=None, revision=None, config_only=False)
     limits = AdaptersConfig(max_running=1, max_rank=16, num_slots=3, dtype="bfloat16")
     kept = adapters_of(directory, limits).reserved_bytes()

@@ -38,9 +38,10 @@ class Process:
         *,
         stderr: int = subprocess.PIPE,
         data_parallel_size: int = 1,
+        start_new_session: bool = False,
         **settings: Any,
     ) -> None:
-        """stderr: a descriptor in place of the pipe that `finish` reads."""
+        """stderr: a descriptor in place of the pipe that `finish` reads. start_new_session: without a terminal."""
         options = {
             "model": str(model_path),
             "num_blocks_override": 64,
@@ -54,6 +55,7 @@ class Process:
             stderr=stderr,
             text=True,
             cwd=ROOT,
+            start_new_session=start_new_session,
         )
         self.output = ""
         self.url = ""

@@ -433,12 +433,13 @@ class TestTls:
     def test_a_renewed_certificate(
         self, model_path: Path, tmp_path: Path, processes: list[Process], certificate: tuple[str, str], count: int
     ) -> None:
-        """New connections get it, the open one goes on."""
+        """New connections get it, the open one goes on; SIGHUP, which scripts send after a renewal, ends nothing."""
         (tmp_path / "new").mkdir()
         new = make_certificate(tmp_path / "new")
         before, after = (ssl.create_default_context(cafile=files[0]) for files in (certificate, new))
         files = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1], "enable_ssl_refresh": True}
-        process = Process(model_path, "readable", api_server_count=count, **files)
+        with sighup(signal.SIG_DFL):
+            process = Process(model_path, "readable", api_server_count=count, start_new_session=True, **files)
         processes.append(process.wait_ready())
 
         def is_taken(context: ssl.SSLContext) -> bool:
@@ -452,6 +453,7 @@ class TestTls:
             assert is_taken(before)
             for renewed, path in zip(new, certificate, strict=True):
                 Path(renewed).replace(path)
+            process.signal(signal.SIGHUP)
             while not all(is_taken(after) for _ in range(4 * count)):  # new connections go to each process
                 assert client.get("/health").status_code == 200, "the open connection goes on"
             assert not is_taken(before)

@@ -6,21 +6,26 @@ model generates is not simulated: plans are compared in everything but the value
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from quire.clock import SystemClock
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.config.vision import read_vision
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.executors.interface import Executor
 from quire.executors.local import LocalExecutor
 from quire.kv_cache.layout import block_bytes, group_layers
 from quire.kv_cache.spec import layer_specs
+from quire.prompt_image import PromptImage
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.cost import CostModel, Precision
@@ -28,7 +33,8 @@ from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import find
 from quire.simulator.replica import EngineSettings, Replica
 from quire.simulator.tokens import prompt_tokens
-from quire.simulator.trace import TraceRequest
+from quire.simulator.tower import TowerCost, placed, with_images
+from quire.simulator.trace import TraceImage, TraceRequest
 from quire.step import StepPlan
 from tests.fakes.transfers import copies
 
@@ -45,6 +51,7 @@ REQUESTS = [
     (12, TraceRequest(0.0, 33, 10, priority=-3)),  # goes before the requests that wait
     (70, TraceRequest(0.0, 45, 9, "examples", 32)),
 ]
+Planned = tuple[int, TraceRequest]
 """(steps made before, the request)"""
 
 
@@ -69,18 +76,21 @@ def comparable(plan: StepPlan) -> StepPlan:
     values = {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
     values["new_blocks"] = {seq_id: [list(ids) for ids in groups] for seq_id, groups in plan.new_blocks.items()}
     values["new_sequences"] = [
-        (new.seq_id, len(new.token_ids), new.num_prompt_tokens, [list(table) for table in new.block_ids])
+        (new.seq_id, len(new.token_ids), new.num_prompt_tokens, [list(table) for table in new.block_ids], new.images)
         for new in plan.new_sequences
     ]
+    if plan.images is not None:  # without pixels
+        slices = [(part.key, part.num_layers, part.rank, part.image is None) for part in plan.images.slices]
+        values["images"] = list(plan.images.dropped), slices
     values["forks"] = [(fork.parent, fork.child, fork.token_ids and len(fork.token_ids)) for fork in plan.forks]
     return StepPlan(**values)
 
 
-def engine_plans(config: EngineConfig) -> list[StepPlan]:
-    """The plans of the real engine: its own core, the worker with the bundled model, the machine's clock."""
+def engine_plans(config: EngineConfig, requests: Sequence[Planned] = REQUESTS) -> list[StepPlan]:
+    """The plans of the real engine: its own core, the worker with a model of the package, the machine's clock."""
     recorder = Recorder(LocalExecutor(config))
     core = EngineCore(config, recorder, SystemClock())
-    waiting = list(enumerate(REQUESTS))
+    waiting = list(enumerate(requests))
     num_steps = 0
     while waiting or core.has_work:
         while waiting and (waiting[0][1][0] <= num_steps or not core.has_work):
@@ -95,6 +105,14 @@ def engine_plans(config: EngineConfig) -> list[StepPlan]:
 def engine_request(number: int, request: TraceRequest, config: EngineConfig) -> EngineRequest:
     """Under `fcfs` an engine takes no priority."""
     tokens = prompt_tokens(number, request.input_tokens, request.prefix_group, request.prefix_tokens)
+    tokens, images = with_images(number, tokens, request), list[PromptImage]()
+    if request.images:
+        cost = tower_of(config)
+        side = cost.vision.patch_size * cost.vision.merge_size
+        for image in placed(number, request, cost):
+            size = side, side * image.num_tokens
+            pixels = np.random.default_rng(image.key[0]).integers(0, 256, (*size, 3), np.uint8).tobytes()
+            images.append(msgspec.structs.replace(image, pixels=pixels, size=size))
     return EngineRequest(
         request_id=f"engine-{number}",
         prompt_token_ids=[token % VOCABULARY for token in tokens],
@@ -102,13 +120,28 @@ def engine_request(number: int, request: TraceRequest, config: EngineConfig) -> 
         max_tokens=request.output_tokens,
         seed=number,
         priority=request.priority if config.scheduler.scheduling_policy == "priority" else 0,
+        images=images,
     )
 
 
-def simulated_plans(config: EngineConfig, settings: EngineSettings) -> list[StepPlan]:
+def cost_of(config: EngineConfig) -> CostModel:
+    shape, vision = config.model.resolved_shape(), None
+    if config.model.vision is not None:
+        vision = read_vision(config.model.architecture, config.model.vision, shape.hidden, "")
+    return CostModel(shape, find("h100"), precision=Precision.of(shape, "float32", "float32"), vision=vision)
+
+
+def tower_of(config: EngineConfig) -> TowerCost:
+    tower = cost_of(config).tower
+    assert tower is not None
+    return tower
+
+
+def simulated_plans(
+    config: EngineConfig, settings: EngineSettings, requests: Sequence[Planned] = REQUESTS
+) -> list[StepPlan]:
     """The plans of the simulator, for the same model on a device that the engine never saw."""
-    shape = config.model.resolved_shape()
-    cost = CostModel(shape, find("h100"), precision=Precision.of(shape, "float32", "float32"))
+    cost = cost_of(config)
     recorders: list[Recorder] = []
 
     def make_executor(cost: CostModel, clock: Any, queue_depth: int) -> Executor:
@@ -116,13 +149,13 @@ def simulated_plans(config: EngineConfig, settings: EngineSettings) -> list[Step
         return recorders[-1]
 
     replica = Replica(cost, settings, make_executor=make_executor)
-    core, waiting, num_steps = replica.core, list(REQUESTS), 0
+    core, waiting, num_steps = replica.core, list(requests), 0
     while waiting or core.has_work:
         while waiting and (waiting[0][0] <= num_steps or not core.has_work):
             replica.offer(waiting.pop(0)[1])
         replica.step()
         num_steps += 1
-    assert replica.finish_run().num_finished == len(REQUESTS)
+    assert replica.finish_run().num_finished == len(requests)
     return recorders[0].plans
 
 
@@ -174,6 +207,36 @@ def test_plans_are_the_engines(depth: int, mode: str, caching: bool, policy: str
     assert any(plan.forks for plan in expected)
     if policy == "priority":  # without, these requests come in an order in which all fit
         assert sum(len(plan.new_sequences) for plan in expected) > len(REQUESTS), "no request was preempted"
+
+
+IMAGES = [
+    (0, TraceRequest(0.0, 60, 8, images=(TraceImage(20), TraceImage(9, "cat")))),
+    (0, TraceRequest(0.0, 30, 20)),
+    (1, TraceRequest(0.0, 50, 6, "examples", 32, images=(TraceImage(9, "cat"),))),  # its features are there
+    (30, TraceRequest(0.0, 55, 6, "examples", 32, images=(TraceImage(9, "cat"),))),  # and the blocks, too
+    (31, TraceRequest(0.0, 70, 4, images=(TraceImage(30), TraceImage(20)))),
+]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_plans_with_pictures(depth: int) -> None:
+    """Layers of pictures in each step, what is dropped, and hits of both caches."""
+    limits = {"num_blocks_override": 60, "max_num_seqs": 4, "max_num_batched_tokens": 32, "queue_depth": depth}
+    options = {
+        **limits,
+        "block_size": 16,
+        "kv_cache_dtype": "float32",
+        "num_threads": 1,
+        "preemption_mode": "recompute",
+    }
+    config = resolve(EngineOptions(model="bundled-sights", load_format="dummy", **options))
+    settings = EngineSettings(max_model_len=config.model.max_model_len, **limits)
+    expected, found = engine_plans(config, IMAGES), simulated_plans(config, settings, IMAGES)
+    for number, (engine, simulated) in enumerate(zip(expected, found, strict=False)):
+        assert simulated == engine, f"plan {number} differs"
+    assert len(found) == len(expected)
+    begun = [part for plan in found if plan.images is not None for part in plan.images[1] if not part[3]]
+    assert len(begun) == 4
 
 
 def bytes_of_a_block(config: EngineConfig) -> int:

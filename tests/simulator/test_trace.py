@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.errors import UserError
 from quire.simulator.scenario import TraceSource
-from quire.simulator.trace import TraceRequest, read_trace, write_trace
+from quire.simulator.trace import TraceImage, TraceRequest, read_trace, write_trace
 
 
 @st.composite
@@ -18,7 +18,12 @@ def traces(draw: st.DrawFn) -> list[TraceRequest]:
     arrivals = sorted(draw(st.lists(st.floats(0, 1e6), min_size=1, max_size=8)))
     found = []
     for arrival in arrivals:
-        tokens = draw(st.integers(1, 10**6))
+        names = st.one_of(st.none(), st.text("ab:/", min_size=1, max_size=4))
+        drawn = draw(st.lists(st.tuples(st.integers(1, 2**16), names), max_size=3))
+        images = tuple(TraceImage(*each) for each in drawn)
+        own = sum(image.num_tokens for image in images)
+        text = draw(st.integers(1 + bool(images), 10**6))
+        tokens = text + own
         group = draw(st.one_of(st.none(), st.text(min_size=1, max_size=8)))
         beams = draw(st.integers(0, 4))
         found.append(
@@ -27,10 +32,11 @@ def traces(draw: st.DrawFn) -> list[TraceRequest]:
                 input_tokens=tokens,
                 output_tokens=draw(st.integers(1, 10**6)),
                 prefix_group=group,
-                prefix_tokens=0 if group is None else draw(st.integers(1, tokens)),
+                prefix_tokens=0 if group is None else draw(st.integers(1, text - bool(images))),
                 n=1 if beams else draw(st.integers(1, 4)),
                 beam_width=beams,
                 priority=draw(st.integers(-100, 100)),
+                images=images,
             )
         )
     return found

@@ -166,7 +166,7 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
 
 
 class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
-    """prompt: text, token ids, a mixture, or a list of such prompts."""
+    """prompt: text, token ids, both, or a list of these."""
 
     prompt: str | list[TokenId | str | list[TokenId | str]]
 

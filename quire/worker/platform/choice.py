@@ -21,8 +21,8 @@ def make_platform(
     sharing: ProcessGroup | None = None,
 ) -> Platform:
     """Make the platform `config.device.platform`: a name of PLATFORMS, or "module:class" with the same arguments
-    (`stage` only if it supports stages). Imports only its module. group: ranks that share each layer (None: one rank).
-    stage: layers to compute. sharing: ranks that share the tokens of prompts (None: one rank)."""
+    (`stage` only if it supports stages). Imports only its module. group: ranks that share each layer (None: one).
+    stage: layers to compute. sharing: ranks that share the tokens of prompts (None: one)."""
     name = config.device.platform
     make = load_target(name) if ":" in name else PLATFORMS.load(name)
     group = SINGLE_RANK if group is None else group

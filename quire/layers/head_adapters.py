@@ -1,0 +1,82 @@
+"""Low-rank adapters of matrices per head: each head's columns times its own A and B, in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.matmul import row_head_linear
+from quire.layers.adapters import AdapterPlace, Adapters, AdapterStorage, StepSlots
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """a: [heads, rank, inputs]; b: [heads, outputs, rank]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+class HeadAdapters:
+    """Adapters of a rank's matrices per head, by slot."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self._stored: dict[int, HeadMatrices] = {}
+        adapters.heads.append(self)
+
+    def load(self, slot: int, matrices: HeadMatrices) -> None:
+        self._stored = {**self._stored, slot: matrices}  # a step beside the load goes through the old one
+
+    def clear(self, slot: int) -> None:
+        self._stored = {each: found for each, found in self._stored.items() if each != slot}
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
+        """y, overwritten, plus the adapters' results. x: [T, heads * inputs], y: [T, heads * outputs]."""
+        stored = self._stored
+        if not stored:
+            return y
+        of_rows = slots.of(x)
+        for slot, found in stored.items():
+            rows = (of_rows == slot).nonzero().flatten()
+            if len(rows):
+                inner = row_head_linear(x[rows], found.a.to(x.dtype)) * found.scale
+                y[rows] += row_head_linear(inner, found.b.to(x.dtype))
+        return y
+
+    def add_recorded(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """`add` with the slots of a recorded program's run."""
+        assert self._adapters.running is not None, "a run brings its slots"
+        return self.add(x, y, self._adapters.running)
+
+
+class ExpansionPlace(AdapterPlace):
+    """Target of adapters of the absorbed matrix that expands latents: transposed for keys, plain for values."""
+
+    def __init__(
+        self, sizes: tuple[int, int, int], heads: range, num_heads: int, keys: HeadAdapters, values: HeadAdapters
+    ) -> None:
+        """sizes: a latent's, a head's key's and its value's. heads: this rank's, of num_heads."""
+        self._sizes, self._heads, self._num_heads = sizes, heads, num_heads
+        self._keys, self._values = keys, values
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rank, key_dim, value_dim = self._sizes
+        return self._num_heads * (key_dim + value_dim), rank
+
+    @property
+    def local_elements(self) -> int:
+        rank, key_dim, value_dim = self._sizes
+        return rank + len(self._heads) * (key_dim + value_dim)
+
+    def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        a, b = a.to(storage.dtype), b.to(storage.dtype)
+        _, *sizes = self._sizes
+        own = b.unflatten(0, (self._num_heads, -1))[self._heads.start : self._heads.stop]
+        keys, values = own.split(sizes, dim=1)
+        count = len(self._heads)
+        self._keys.load(slot, HeadMatrices(keys.transpose(1, 2), a.t().expand(count, -1, -1), scale))
+        self._values.load(slot, HeadMatrices(a.expand(count, -1, -1), values, scale))
