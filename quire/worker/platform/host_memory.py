@@ -30,7 +30,7 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def resident_memory(root: Path = ROOT) -> int | None:
-    """Resident bytes of this process; None if unknown. root: of /proc."""
+    """Resident bytes of this process; None if unknown. root: "/", which tests replace."""
     return _status(root, "VmRSS:")
 
 
