@@ -32,7 +32,7 @@ class EngineClient(Protocol):
 
     @property
     def stopped(self) -> int | None:
-        """Rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is. For health checks."""
+        """Rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is."""
         return None
 
     @property

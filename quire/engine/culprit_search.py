@@ -63,8 +63,7 @@ class CulpritSearch:
         return known is not None and position - known >= CLEARED_TOKENS and self.note_end(request_id)
 
     def note_end(self, request_id: str) -> bool:
-        """Record that a request has ended or is cleared. Returns whether the engine may have more requests now. Called
-        by the fleet."""
+        """Record that a request has ended or is cleared. Returns whether the engine may have more requests now."""
         for group in self._groups:
             group.pop(request_id, None)
         if self._suspects.pop(request_id, None) is None or self._suspects or not self._tried:

@@ -47,7 +47,7 @@ class Backlog:
             self.progress = (decayed(self.progress, now) * RATE_SECONDS + num_tokens, now)
 
     def discard(self, key: str) -> int:
-        """Forget a request that ended or got an output; returns its tokens. Called at each end."""
+        """Forget a request that ended or got an output; returns its tokens."""
         num_tokens = self._prompts.pop(key, 0)
         self.num_tokens -= num_tokens
         return num_tokens

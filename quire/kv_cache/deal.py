@@ -17,8 +17,7 @@ class Deal:
     run: int = 1
 
     def kept(self, counts: np.ndarray) -> np.ndarray:
-        """Number of this rank's tokens among the first `counts` of a sequence. Used for tables and attention's
-        lengths."""
+        """Number of this rank's tokens among the first `counts` of a sequence."""
         rounds, rest = np.divmod(counts, self.num_ranks * self.run)
         found: np.ndarray = rounds * self.run + np.clip(rest - self.rank * self.run, 0, self.run)
         return found

@@ -87,7 +87,6 @@ def _awaits_mask(sequence: Sequence) -> bool:
 
 
 def _next_mask(sequence: Sequence) -> bytes | None:
-    """Mask of the tokens that may come next; if a beam's text is complete, of the end tokens alone. One bit per
-    token."""
+    """Mask of the tokens that may come next; if a beam's text is complete, of the end tokens alone."""
     matcher = matcher_of(sequence)
     return matcher.mask_of(*sequence.request.eos_token_ids) if matcher.is_finished else matcher.mask()

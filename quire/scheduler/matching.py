@@ -155,7 +155,7 @@ def first_matchers(request: Request) -> list[Matcher]:
 
 
 def matcher_of(sequence: Sequence) -> Matcher:
-    """Sequence's matcher, made for its first mask. A grammar's state after its tokens."""
+    """Sequence's matcher, made for its first mask."""
     request = sequence.request
     if sequence.matcher is None:
         assert request.first_matcher is not None, "only samples under a constraint have masks"

@@ -13,8 +13,8 @@ DESCRIPTION = "loading weights (MiB)"
 
 
 class LoadProgress:
-    """Progress bar of weight loading: callback of `load_model`, and context manager that removes the bar. The first
-    report says the total."""
+    """Progress bar of weight loading: callback of `load_model`, and context manager. The first report says the
+    total."""
 
     def __init__(self) -> None:
         self._bars = ExitStack()

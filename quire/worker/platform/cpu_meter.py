@@ -106,7 +106,7 @@ class CpuMeter:
 def dummy_inputs(
     batch: InputBatch, layout: KVCacheLayout, deal: Deal = ALL_TOKENS
 ) -> tuple[torch.Tensor, AttentionBatch]:
-    """Token ids and attention batch of sequences that all use the blocks 1, 2, ... For measuring a step's memory."""
+    """Token ids and attention batch of sequences that all use the blocks 1, 2, ..."""
     num_seqs, longest = len(batch.rows), batch.max_seq_len
     tables = BlockTables(table_shapes(layout, deal), num_seqs, longest)
     blocks = [range(1, min(layout.num_blocks, 1 - (-longest // group.block_size))) for group in layout.groups]
