@@ -1,13 +1,14 @@
 """Predicted seconds of a step: for each operator the longer of its operations at the peak and its bytes at the
-bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`), added up
-(docs/decisions/0016-simulator.md):
+bandwidth, each limit times its factor (`hardware.Factors`), added up (docs/decisions/0016-simulator.md):
 
-- matrix products: 2 operations per weight and row; weights are read once a step. A mixture reads the expected number of
-distinct experts under even routing. - attention: operations per pair of query and key, bytes of the real contexts.
-Latent attention expands keys and values for chunks. - the rest of a layer and the sampler move bytes. - tp > 1: two
-all-reduces a layer. ep > 1: in place of the second one, tokens go to their experts' devices and back. - pp > 1:
-micro-batches of the step's sequences pass the stages (`step_seconds`). - kernels, tokens and sequences cost the
-profile's overheads.
+- matrix products: 2 operations per weight and row; weights are read once a step. A mixture reads the expected number
+  of distinct experts under even routing.
+- attention: operations per pair of query and key, bytes of the real contexts. Latent attention expands keys and values
+  for chunks.
+- the rest of a layer and the sampler move bytes.
+- tp > 1: two all-reduces a layer. ep > 1: in place of the second one, tokens go to their experts' devices and back.
+- pp > 1: micro-batches pass the stages (`step_seconds`).
+- kernels, tokens and sequences cost overheads.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class CostModel:
         self._constant, self._per_token, self._per_sampled = self._linear_parts()
         self._set_up_experts()
         self.tower: TowerCost | None = None
-        """Vision tower; None also in pipelines, which take no pictures."""
+        """Vision tower; None in pipelines."""
         if vision is not None and self.layout.pp == 1:
             tp = self.layout.tp
             costs = EncoderCosts.of(vision, shape.active_parameters(), tp)

@@ -26,7 +26,7 @@ def find_shape(name: str, revision: str | None = None) -> ModelShape:
 
 
 def find_vision(name: str) -> VisionConfig | None:
-    """Vision tower of `find_shape`'s model, if it has one that the engine runs. Raises as it does."""
+    """Vision tower of `find_shape`'s model, if the engine runs it."""
     values, name = _found(name, None)
     own, vision = language_model(values)[0], vision_of(values)
     architecture = next(iter(own.get("architectures") or ()), "")

@@ -1,4 +1,4 @@
-"""Vision tower in simulations: seconds of its layers, its memory, and the pictures of a trace's prompts."""
+"""Vision tower and pictures in simulations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.simulator.trace import TraceRequest
 KERNELS_PER_LAYER = 10
 FEATURE_BYTES = 4
 LARGEST_TOKENS = 16_384
-"""Tokens of the largest picture of Qwen3-VL's files, for which memory is planned."""
+"""Tokens of Qwen3-VL's largest picture."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class TowerWork:
     def __init__(self, cost: TowerCost | None) -> None:
         self._cost = cost
         self._begun: dict[bytes, tuple[int, int]] = {}
-        """Tokens and layers left of a partly encoded image."""
+        """Tokens and layers left."""
 
     def seconds(self, orders: ImageOrders | None) -> float:
-        """Seconds of the rank that has most to encode."""
+        """Seconds of the busiest rank."""
         if orders is None:
             return 0.0
         cost = self._cost
@@ -94,7 +94,7 @@ class TowerWork:
 
 
 def with_images(number: int, tokens: list[int], request: TraceRequest) -> list[int]:
-    """Prompt of request `number` with the tokens of its pictures: those of one name are alike."""
+    """Prompt with the tokens of its pictures."""
     start = request.prefix_tokens
     for index, image in enumerate(request.images):
         own = OWN_TOKENS + (number * 31 + index) % OWN_TOKENS

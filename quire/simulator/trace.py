@@ -29,8 +29,7 @@ class TraceImage:
 class TraceRequest:
     """arrival: seconds from the start. n: sequences of parallel sampling. beam_width: 0: no beam search. prefix_tokens:
     leading input tokens that all requests of `prefix_group` share. If they share all, each request is a turn of a
-    conversation, and its output belongs to the next turn's input. images: pictures, whose tokens are input tokens
-    behind these."""
+    conversation, and its output belongs to the next turn's input. images: placed next."""
 
     arrival: float
     input_tokens: int
@@ -151,7 +150,7 @@ def _request(entry: Mapping[str, Any], path: Path, line: int) -> TraceRequest:
 
 
 def _images(given: Any, path: Path, line: int) -> tuple[TraceImage, ...]:
-    """Pictures of a list, or of a text with spaces between them."""
+    """Pictures of a list or text."""
     found = []
     for each in given if isinstance(given, list) else [] if given is None else str(given).split():
         name, _, count = str(each).rpartition(":")
