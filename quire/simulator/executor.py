@@ -43,7 +43,7 @@ class SimulatedFuture(Future[StepResult]):
 
 class SimulatedExecutor:
     def __init__(self, cost: CostModel, clock: VirtualClock, *, queue_depth: int = 1, seed: int = 0) -> None:
-        """queue_depth: above 1, the next step fills pipeline stages. seed: seed of the device's jitter."""
+        """queue_depth: above 1, the next step fills pipeline stages. seed: of the device's jitter."""
         self._cost = cost
         self._scatter = make_scatter(cost.hardware.jitter, seed)
         self._clock = clock
@@ -63,7 +63,7 @@ class SimulatedExecutor:
         return device_specs(self._cost.shape, self._cost.precision.kv, self._cost.layout)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Device's memory without weights, and estimated activations."""
+        """Device's bytes without weights, and estimated activations."""
         weights = int(self._cost.weight_bytes_per_device)
         return MemoryProfile(
             available=int(self._cost.hardware.memory) - weights,
@@ -139,7 +139,7 @@ class SimulatedExecutor:
         raise QuireError("a simulated engine has no constraints on tokens")
 
     def idle(self) -> bool:
-        """False: nothing to prepare."""
+        """False: no idle work is left."""
         return False
 
     def vital_signs(self) -> VitalSigns:

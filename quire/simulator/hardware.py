@@ -85,7 +85,7 @@ class Hardware:
     kind: str = "gpu"
 
     def peak(self, dtype: str) -> float:
-        """Matrix operations per second. Raises UserError for a dtype that the device lacks."""
+        """Peak matrix operations per second. Raises UserError for a dtype that the device lacks."""
         name = _COMPUTED_AS.get(dtype, dtype)
         if name not in self.peaks:
             raise UserError(f"{self.title} does not multiply {dtype} (it knows {', '.join(self.peaks)})", param="dtype")

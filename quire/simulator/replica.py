@@ -248,7 +248,7 @@ class Replica:
             clock.advance(until - clock.now())
 
     def offer(self, request: TraceRequest) -> None:
-        """Add a request that arrives. The clock may be past its arrival by a step's rest."""
+        """Add an arriving request. The clock may be past its arrival by a step's rest."""
         number = self._num_offered
         self._num_offered = number + 1
         self.metrics.num_requests += 1
@@ -306,7 +306,7 @@ class Replica:
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Do one step of the engine core and record its outputs."""
+        """Do one engine-core step; record outputs and state."""
         started = self.clock.now()
         outputs = self.core.step()
         now = self.clock.now()

@@ -89,7 +89,7 @@ def sweep(scenario: Scenario, candidates: Sequence[ParallelConfig], *, num_proce
 
 
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], num_processes: int) -> Iterator[Result]:
-    """`work` of each item, in order, in several processes. Raises QuireError when one of them dies."""
+    """Results of `work` for each item, in order, in several processes. Raises QuireError when one of them dies."""
     if num_processes <= 1 or len(items) <= 1:
         yield from map(work, items)
         return

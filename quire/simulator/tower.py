@@ -1,5 +1,3 @@
-"""Vision tower and pictures in simulations."""
-
 from __future__ import annotations
 
 import hashlib
