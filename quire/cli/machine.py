@@ -48,7 +48,7 @@ class Machine:
         ]
 
     def problems(self, config: EngineConfig, memory: int) -> list[str]:
-        """Advice for this engine. memory: bytes still available."""
+        """Advice of `quire doctor` for this engine. memory: bytes still available."""
         problems = []
         threads, kv_memory = config.device.num_threads, config.cache.memory
         if self.cpu_quota is not None and threads > max(1.0, self.cpu_quota):
