@@ -54,7 +54,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 def shorten(text: str, limit: int) -> str:
-    """Shorten `text` to `limit` characters: its beginning, its length and its end."""
+    """Text for an error, at most `limit` characters: its beginning, length and end."""
     if len(text) <= limit:
         return text
     note = f" ... ({len(text)} characters) ... "
@@ -196,7 +196,7 @@ def unavailable(message: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after: int) -> ApiError:
-    """429. retry_after: seconds until a retry makes sense."""
+    """Error 429. retry_after: seconds until a retry makes sense."""
     return api_error(429, message, "rate_limit_exceeded", headers={"Retry-After": str(retry_after)})
 
 
