@@ -1,5 +1,3 @@
-"""Answer on the terminal: growing Markdown, dimmed reasoning, control characters made visible."""
-
 from __future__ import annotations
 
 import re

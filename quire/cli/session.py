@@ -114,7 +114,7 @@ class RunSession:
         self._runner.run(self.engine.register_prefix(text))
 
     def complete(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Timing]:
-        """Whole output. Raises ModelOutputError, as `stream` does."""
+        """Whole output, with its times. Raises ModelOutputError, as `stream` does."""
         return self._runner.run(self._complete(prompt, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams, take: Callable[[CompletionOutput], None]) -> Timing:

@@ -81,8 +81,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Seconds of attention of the layers of one kind on one device. At the peak: per pair of a chunk's token and a
-    position, and per position of a single token. Of bytes: per position read, and per token of a chunk."""
+    """Attention seconds of one kind's layers on one device. At the peak: per pair of a chunk's token and a position,
+    and per position of a single token. Of bytes: per position read, and per token of a chunk."""
 
     chunk_pair: float
     decode_pair: float
@@ -118,8 +118,9 @@ class CostModel:
         expands_prompts: bool = False,
         vision: VisionConfig | None = None,
     ) -> None:
-        """expands_prompts: count a second copy of the matrices that expand latents. vision: loaded tower. Raises
-        UserError for a layout that the model cannot have, or a dtype that the device lacks."""
+        """Cost model of a layout on a device. expands_prompts: count a second copy of the matrices that expand latents.
+        vision: loaded tower. Raises UserError for a layout that the model cannot have, or a dtype that the device
+        lacks."""
         self.shape = shape
         self.hardware = hardware
         self.layout = layout or ParallelConfig()

@@ -114,7 +114,7 @@ def profiles() -> Mapping[str, Hardware]:
 
 
 def read_profile(path: Path) -> Hardware:
-    """One profile of a file. Raises UserError with the file's name."""
+    """The one profile in a file of `quire simulate calibrate`. Raises UserError with the file's name."""
     try:
         entries = json.loads(path.read_text("utf-8"))
     except OSError as error:

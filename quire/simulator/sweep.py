@@ -55,8 +55,8 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """points: at rising rates, the last one saturated. found_rate: requests per second that keep the objectives (None:
-    no objectives, or no rate does; infinite: every rate does)."""
+    """Result of `sweep` for a layout. points: at rising rates, the last one saturated. found_rate: requests per second
+    that keep the objectives (None: no objectives, or no rate does; infinite: every rate does)."""
 
     layout: ParallelConfig
     points: tuple[Point, ...]

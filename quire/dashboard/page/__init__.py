@@ -1,5 +1,3 @@
-"""Live page and API page: each an HTML document of files here, with Content-Security-Policy."""
-
 from __future__ import annotations
 
 import base64
