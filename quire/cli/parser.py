@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse all arguments. Raises UserError for unknown ones."""
+        """Parse arguments. Raises UserError for unknown ones."""
         namespace, surplus = self.parse_known_args(list(arguments))
         if surplus:
             first = surplus[0].partition("=")[0]

@@ -69,8 +69,8 @@ def scaled_digest(content: bytes, scale: float) -> bytes:
 
 
 def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
-    """Adapter in a directory or a GGUF file, opened when first named. Raises UserError for one that the engine does not
-    take. Workers check at load time that its tensors fit the model."""
+    """Adapter in a directory or a GGUF file, opened when an option or request names it. Raises UserError for one that
+    the engine does not take. Workers check at load time that its tensors fit the model."""
     directory = Path(os.path.abspath(os.path.expanduser(path)))
     try:
         if not directory.is_dir() and not is_gguf(directory):

@@ -99,7 +99,7 @@ class AttentionShape:
         return max(1, self.num_kv_heads // tp) * (self.key_dim + self.value_dim)
 
     def read_elements(self, num_tokens: int) -> int:
-        """KV-cache elements that decoding after `num_tokens` tokens reads: its window or chunk; with an indexer, all of
+        """KV-cache elements that the last of `num_tokens` tokens reads: its window or chunk; with an indexer, all of
         the indexer's keys and the chosen tokens."""
         if self.index_top:
             return self.index_dim * num_tokens + self.latent_dim * min(self.index_top, num_tokens)

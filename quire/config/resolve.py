@@ -511,7 +511,7 @@ def _offload_size(options: EngineOptions) -> int:
 
 def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> tuple[int, int]:
     """(max_num_seqs, max_num_batched_tokens). A missing value follows from the other. Raises ConfigError if they
-    contradict each other. usual: values without both options."""
+    contradict each other. usual_seqs, usual_budget: values without options."""
     seqs = positive("max_num_seqs", options.max_num_seqs)
     budget = positive("max_num_batched_tokens", options.max_num_batched_tokens)
     if seqs is None:

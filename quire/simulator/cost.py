@@ -118,9 +118,8 @@ class CostModel:
         expands_prompts: bool = False,
         vision: VisionConfig | None = None,
     ) -> None:
-        """Cost model of a layout on a device. expands_prompts: count a second copy of the matrices that expand latents.
-        vision: loaded tower. Raises UserError for a layout that the model cannot have, or a dtype that the device
-        lacks."""
+        """Cost model of a layout. expands_prompts: count a second copy of the matrices that expand latents. vision:
+        loaded tower. Raises UserError for a layout that the model cannot have, or a dtype that the device lacks."""
         self.shape = shape
         self.hardware = hardware
         self.layout = layout or ParallelConfig()

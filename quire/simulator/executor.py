@@ -43,7 +43,7 @@ class SimulatedFuture(Future[StepResult]):
 
 class SimulatedExecutor:
     def __init__(self, cost: CostModel, clock: VirtualClock, *, queue_depth: int = 1, seed: int = 0) -> None:
-        """queue_depth: above 1, the next step fills pipeline stages. seed: of the device's jitter."""
+        """queue_depth: above 1, the next step fills pipeline stages. seed: seed of the device's jitter."""
         self._cost = cost
         self._scatter = make_scatter(cost.hardware.jitter, seed)
         self._clock = clock

@@ -106,7 +106,7 @@ class Arrivals:
                 raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value:g}", param=name)
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """Each arrival in seconds from the start, not falling."""
+        """Seconds from the start to each arrival, not falling."""
         now = 0.0
         numbers = itertools.count() if self.num_requests is None else range(self.num_requests)
         for _ in numbers:
