@@ -15,7 +15,7 @@ from quire.kernels.value import AnyValue, Value
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """S scheduled sequences with T tokens, concatenated. Host tensors."""
+    """S scheduled sequences with T tokens, concatenated. Host tensors, from the worker for `plan`."""
 
     query_start: torch.Tensor
     """[S + 1] int64: tokens of sequence s are query_start[s]:query_start[s + 1]."""
@@ -106,5 +106,5 @@ class AttentionBackend(Protocol):
     """Plans the attention of a step over the pool's tensors; owns no memory."""
 
     def plan(self, batch: AttentionBatch) -> AttentionStep:
-        """Plan a step for a model's forward pass."""
+        """Plan a step, before the model's forward pass."""
         ...

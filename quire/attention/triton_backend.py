@@ -82,7 +82,7 @@ class TritonAttention:
         self._kernels: dict[int, _LayerKernels] = {}
 
     def plan(self, batch: DeviceBatch) -> TritonAttentionStep:
-        """Plan without queries and launches, valid for graph replays too."""
+        """Plan a step without device queries or launches, valid for graph replays too."""
         return TritonAttentionStep(self, batch)
 
     def kernels(
@@ -136,7 +136,7 @@ class TritonAttention:
 
 
 class LayerPages(NamedTuple):
-    """One layer's memory. group: its KV group of tokens."""
+    """One layer's memory in the pool. group: its KV group of tokens."""
 
     group: int
     shape: HeadShape
@@ -155,7 +155,7 @@ class _LayerKernels:
         self._split: dict[tuple[Tiles, int], SplitAttention] = {}
 
     def varlen(self, tiles: Tiles, *, sees_ahead: bool) -> VarlenAttention | WarpGroupAttention:
-        """sees_ahead: for batches with `last_seen`."""
+        """Prompt kernel with these tiles. sees_ahead: for batches with `last_seen`."""
         found = self._varlen.get((tiles, sees_ahead))
         if found is None:
             layer = self.heads.shape
@@ -177,7 +177,7 @@ class _LayerKernels:
 
 
 class TritonAttentionStep(AttentionStep):
-    """One step. Operations write to `out` if given, else to a new tensor; inputs are contiguous."""
+    """One planned step. Operations write to `out` if given, else to a new tensor; inputs are contiguous."""
 
     def __init__(self, backend: TritonAttention, batch: DeviceBatch) -> None:
         self._backend = backend
@@ -284,7 +284,8 @@ class DeviceLatents:
         self._kernels: dict[int, LatentKernels] = {}
 
     def add_layer(self, layer: int, group: int, pages: torch.Tensor) -> None:
-        """group: index among the KV groups of tokens. pages: [num_blocks, block_size, width], in kernel blocks."""
+        """Register a layer when the pool is allocated. group: index among the KV groups of tokens. pages: [num_blocks,
+        block_size, width], in kernel blocks."""
         self.pages[layer] = group, pages
         if self._scratch is None:
             num_heads, max_num_seqs, max_model_len = self._sizes
@@ -316,7 +317,7 @@ class TritonEncoderStep(AttentionStep):
 
 
 class TritonEncoder:
-    """Device's attention back end without a pool. Sequences are in a batch from their first token on."""
+    """Attention back end of encoders on a device, without a pool. Sequences are in a batch whole."""
 
     def plan(self, batch: DeviceBatch) -> TritonEncoderStep:
         return TritonEncoderStep(batch.query_start)

@@ -51,7 +51,7 @@ def first_seen(positions: IntegersT, window: int, *, is_chunked: bool) -> Intege
 @dataclass(slots=True)
 class CacheScale:
     """Scales of a layer's keys and values in an e4m3 cache: stored = value / scale, computed in float32. Set while the
-    checkpoint is loaded, before any attention."""
+    checkpoint loads, before any attention."""
 
     key: float = 1.0
     value: float = 1.0
@@ -195,7 +195,7 @@ NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Float32 tensor of `shape` at `offset` bytes in the pages of `layer`."""
+    """Part of a state page: float32 tensor of `shape` at `offset` bytes in the pages of `layer`."""
 
     layer: int
     offset: int
@@ -274,13 +274,14 @@ class DeltaRule:
 
     @property
     def end_offset(self) -> int:
-        """Bytes of a page that the rule uses."""
+        """Bytes of a page up to the rule's end: where the convolution's inputs begin."""
         return self.decays.end_offset
 
 
 @dataclass(frozen=True, slots=True)
 class GatedNormWeights:
-    """RMSNorm of each head, times SiLU of a gate. weight: [size] in the activations' dtype."""
+    """RMSNorm of each head, times SiLU of a gate (after the gated delta rule). weight: [size] in the activations'
+    dtype."""
 
     size: int
     weight: torch.Tensor
@@ -307,8 +308,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """activation(gate) * up. activation: name in `kernels/activation.py`. limit: the gate is clamped from above, up on
-    both sides, and 1 is added to up (GPT-OSS); None: none of this."""
+    """Middle of an expert's MLP: activation(gate) * up. activation: name in `kernels/activation.py`. limit: the gate is
+    clamped from above, up on both sides, and 1 is added to up (GPT-OSS); None: none of this."""
 
     activation: str
     limit: float | None = None

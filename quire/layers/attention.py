@@ -81,7 +81,7 @@ class Attention:
         step: AttentionStep,
         rows: ReadRows | None,
     ) -> Value:
-        """Call after its first product. projected: queries, keys and values."""
+        """`__call__` after the first product. projected: queries, keys and values, one row per token."""
         attended = step.attend(self._heads, projected, rotation)
         if rows is not None:
             attended = self._operations.gather_rows(attended, rows)
@@ -89,7 +89,7 @@ class Attention:
         return self._output(attended, residual)
 
     def cache_spec(self) -> LayerSpec:
-        """KV-cache spec of this rank's share."""
+        """KV-cache spec of this rank's heads, for the cache's layout."""
         shape, dtype = self._heads.shape, self._cache_dtype
         widths = (shape.num_kv_heads, shape.head_dim, shape.value_width)
         sizes = (*widths, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))

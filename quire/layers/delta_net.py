@@ -20,7 +20,7 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:
-    """Sizes of a layer. width: taps of the convolution. num_spare: see `ConvolutionWeights`."""
+    """Sizes of a gated delta net. width: taps of the convolution. num_spare: see `ConvolutionWeights`."""
 
     hidden_size: int
     num_key_heads: int

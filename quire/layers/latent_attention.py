@@ -135,7 +135,7 @@ class LatentAttention:
         return self._output(self._expand(attended) if self._expanded is None else attended, residual)
 
     def cache_spec(self) -> LatentSpec:
-        """KV-cache spec of the layer, on every rank."""
+        """KV-cache spec of the layer, the same on every rank."""
         dtype = self._context.cache_dtype
         sizes = self._shape.width, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0)
         return (
@@ -232,7 +232,7 @@ class LatentAttention:
             layer.load(local[rows - first])
 
     def _query_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of this rank's heads in the checkpoint's query matrix: unrotated, rotated."""
+        """Row numbers of this rank's heads in the checkpoint's query matrix: unrotated, rotated."""
         nope_dim, size = self._heads.nope_dim, self._heads.nope_dim + self._heads.rope_dim
         first_rows = size * (self._first_head + torch.arange(self._num_local))[:, None]
         plain, turned = torch.arange(nope_dim), nope_dim + self._turned_rows()
@@ -277,7 +277,7 @@ class LatentAttention:
 
 
 class _HeadMatrices:
-    """Matrix [out_features, in_features] per local head."""
+    """Matrix [out_features, in_features] per local head (absorbing queries, expanding values)."""
 
     def __init__(self, in_features: int, out_features: int, num_heads: int, context: LayerContext) -> None:
         self._linear, self._context = context.linear, context

@@ -83,7 +83,7 @@ class ColumnParallelLinear:
 
 
 class AdaptedProduct:
-    """Product of a linear layer plus its adapters."""
+    """Product x W^T of a linear layer's share plus its adapters' results."""
 
     def __init__(self, context: LayerContext, parameters: Parameters, stack: AdapterStack) -> None:
         self._linear, self._operations, self._parameters = context.linear, context.operations, parameters
@@ -191,7 +191,7 @@ def side_by_side(left: WeightSlot, right: WeightSlot) -> WeightSlot:
 
 
 class LocalRows:
-    """Matrix [out_features, in_features] that is not shared."""
+    """Linear layer [out_features, in_features] that every rank holds whole."""
 
     def __init__(self, in_features: int, out_features: int, context: LayerContext, *, bias: bool = False) -> None:
         self._linear = context.linear

@@ -21,11 +21,11 @@ from quire.quantization.interface import LinearShape
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Checkpoint names of a mixture's tensors. router: module with the router's "weight" (and "bias"). gate, up, down:
-    an expert's matrices, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts instead.
-    transposed: fused matrices are [in, out]. turned: either way round, told by their shape. interleaved: rows of fused
-    gate and up alternate. correction: bias added to scores only to choose experts. shared, shared_gate: shared expert
-    and its gate."""
+    """Checkpoint names of a mixture's tensors, by family. router: module with the router's "weight" (and "bias"). gate,
+    up, down: an expert's matrices, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts
+    instead. transposed: fused matrices are [in, out]. turned: either way round, told by their shape. interleaved: rows
+    of fused gate and up alternate. correction: bias added to scores only to choose experts. shared, shared_gate: shared
+    expert and its gate."""
 
     router: str = "gate"
     experts: str = "experts"

@@ -63,7 +63,7 @@ class Operations(Protocol):
         ...
 
     def check_heads(self, heads: HeadWeights) -> None:
-        """Raise ConfigError for heads that the AttentionStep does not support."""
+        """Raise ConfigError, as a layer is built, for heads that the AttentionStep does not support."""
         ...
 
     def check_latent(self, shape: LatentShape) -> None:
@@ -154,7 +154,7 @@ class Operations(Protocol):
 
 
 class SharedOperations:
-    """Operations that torch computes alike on every device."""
+    """Operations that torch computes alike on host and device; the base of both."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

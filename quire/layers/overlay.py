@@ -23,7 +23,7 @@ class Overlay(Protocol[ValueT]):
         ...
 
     def put(self, x: ValueT) -> ValueT:
-        """Embeddings x, [T, size], with the rows in place; x is overwritten."""
+        """Embeddings x, [T, size], with the rows in place, before the first layer; x is overwritten."""
         ...
 
     def add_behind(self, layer: int, x: ValueT) -> ValueT:

@@ -205,7 +205,7 @@ class _Frames:
         out[tiles.tokens[piece, column]] = results[piece, :, column]
 
     def pass_borders(self, tiles: _Tiles) -> None:
-        """Advance the states of tiles that end at a border."""
+        """Advance the states of sequences whose tile ends at a border."""
         passing = tiles.sequences[tiles.ends % STATE_BORDER == 0]
         if not len(passing):
             return
@@ -256,6 +256,6 @@ def _unit(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x)) in float64."""
+    """log(1 + exp(x)) in float64, for decays."""
     wide = x.double()
     return (wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))).float()

@@ -61,7 +61,8 @@ def load_cache_scales(
 
 
 def stored_cache_scales(files: WeightFiles) -> dict[str, list[float]]:
-    """All KV-cache scales in a checkpoint, by name. Raises ModelLoadError for unreadable files."""
+    """All KV-cache scales in a checkpoint, by name, for the cache's identity on disk. Raises ModelLoadError for
+    unreadable files."""
     found = ((name, tensor) for name, tensor in files.stream(lambda done, total: None) if _SCALE.search(name))
     return {name: _read(tensor).flatten().tolist() for name, tensor in found}
 

@@ -41,7 +41,8 @@ def excess(config: ModelConfig, model: LoadableModel, files: WeightFiles) -> str
 
 
 def check_dummy(config: ModelConfig, available: int) -> None:
-    """Raise InsufficientMemoryError if random weights for `config` take more than `available` bytes."""
+    """Raise InsufficientMemoryError, before loading, if random weights for `config` take more than `available`
+    bytes."""
     bits = 8 * config.dtype_bytes if config.quantization is None else config.quantization.bits
     shapes = [slot.shape for slot in outline(config).slots.values()]
     num_weights, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes))

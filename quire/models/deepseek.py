@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 
 class DeepseekLayer(PreNormLayer):
-    """Latent attention, and an MLP or experts."""
+    """DeepSeek's layer: latent attention, and an MLP or experts."""
 
     _attention: LatentAttention
 
@@ -67,7 +67,7 @@ class DeepseekLayer(PreNormLayer):
 
 
 class DeepseekHead(DraftHead):
-    """Draft head stored as a layer after the model's. A further guess takes its results before the norm."""
+    """Draft head stored as a layer after the model's. A further guess takes its hidden states before the norm."""
 
     names = HeadNames("eh_proj", "enorm", "hnorm", "shared_head.norm")
     norm_class = RMSNorm

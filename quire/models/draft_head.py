@@ -84,12 +84,12 @@ class DraftHead(Decoder):
 
 
 def with_draft_layers(config: ModelConfig) -> ModelConfig:
-    """Configuration with the draft head's layers after the model's."""
+    """Copy of the configuration with the draft head's layers after the model's."""
     shape = config.shape
     return replace(config, shape=replace(shape, layers=shape.layers + shape.draft_layers))
 
 
 def first_guess(model: CausalLM) -> CausalLM:
-    """Draft head with the layer of its first guess."""
+    """Draft head of `model` with its first guess's layer, for workers."""
     found: CausalLM = model.draft_head.guess(0)  # type: ignore[attr-defined]
     return found

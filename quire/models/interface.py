@@ -31,7 +31,7 @@ class CausalLM(Protocol):
         ...
 
     def cache_specs(self) -> list[LayerSpec]:
-        """KV-cache spec of each layer, by layer index."""
+        """KV-cache spec of each layer, by index, from which workers lay out the pool."""
         ...
 
     @property
@@ -57,9 +57,9 @@ class CausalLM(Protocol):
         ...
 
     def release_workspaces(self) -> None:
-        """Free working memory, which the next call allocates again, and references to the KV cache."""
+        """Free working memory, which the next call allocates again, and references to the KV cache; for sleep."""
         ...
 
     def weight_bytes(self) -> int:
-        """Bytes of the parameters as stored."""
+        """Bytes of the parameters as stored, for memory profiles."""
         ...

@@ -55,8 +55,9 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class Extras(NamedTuple):
-    """expert_counts: counters of the rows that experts compute (None: off). adapters: model's adapters (None: off).
-    balancer: collects layers whose experts change their ranks (None: they stay)."""
+    """Optional parts that `load_model` gives the layers. expert_counts: counters of the rows that experts compute
+    (None: off). adapters: model's adapters (None: off). balancer: collects layers whose experts change their ranks
+    (None: they stay)."""
 
     expert_counts: ExpertCounters | None = None
     adapters: ModelAdapters | None = None
@@ -357,7 +358,7 @@ def _named_errors(files: WeightFiles | GGUFWeights) -> Iterator[None]:
 
 
 def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress) -> Tensors:
-    """Language model's tensors in a directory, under the model's names."""
+    """Stream of a checkpoint's language-model tensors under the model's names, for `load_weights`."""
     tensors = files.stream(report)
     if config.is_multimodal:
         tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)
@@ -367,7 +368,7 @@ def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress
 def dummy_weights(
     slots: WeightSlots, seed: int, report: Progress, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights that depend only on the seed, the tensor's name and the device type."""
+    """Random weights (`--load-format dummy`) that depend only on the seed, the tensor's name and the device type."""
     sizes = {name: 4 * torch.Size(slot.shape).numel() for name, slot in slots.items()}
     done, total = 0, sum(sizes.values())
     for name, slot in slots.items():

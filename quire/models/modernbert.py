@@ -58,7 +58,7 @@ class ModernBertLayer(UncachedLayer):
 
 
 class PredictionHead:
-    """classifier(norm(activation(dense(x)))) of the pooled vector."""
+    """Classification head: classifier(norm(activation(dense(x)))) of the pooled vector."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         assert config.pooling is not None, "a classifier pools"

@@ -51,7 +51,7 @@ class BoundRun(NamedTuple):
 
 
 class BoundHead(NamedTuple):
-    """Head's program bound to one tensor of hidden states."""
+    """Head's program bound to one tensor of hidden states, and its logits."""
 
     hidden: torch.Tensor
     run: Callable[[], None]
@@ -151,7 +151,7 @@ class NativeModel:
 
     @property
     def decoder(self) -> Decoder:
-        """Model whose layers are recorded."""
+        """Model whose layers are recorded, for a draft head that shares its tables."""
         return self._model
 
     @property
@@ -295,6 +295,6 @@ def _recorded(value: Value) -> Buffer:
 
 
 def _separate_rows(num_rows: int, width: int) -> torch.Tensor:
-    """[num_rows, width] float32, with a row stride that is no power of two."""
+    """[num_rows, width] float32 for logits, in rows of a stride that is no power of two."""
     stride = -(-width // LINE_ELEMENTS) * LINE_ELEMENTS + LINE_ELEMENTS
     return allocate(4 * num_rows * stride).view(torch.float32).view(num_rows, stride)[:, :width]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ElsewhereLayer:
-    """Stand-in for a layer of another stage; only its cache spec is known."""
+    """Stand-in for a layer of another stage, with only its cache spec."""
 
     def __init__(self, spec: LayerSpec) -> None:
         self._spec = spec

@@ -38,7 +38,7 @@ _Own = list[tuple[Layer, list[tuple[nn.Module, Columns]]]]
 
 
 class ModuleReplacement:
-    """Replaces modules of a model built from shapes alone."""
+    """Replaces, at load, modules of a Transformers model built from shapes alone."""
 
     def __init__(
         self, model: PreTrainedModel, config: ModelConfig, context: LayerContext, calls: EagerCalls, refused: str
@@ -182,7 +182,7 @@ class ModuleReplacement:
 
 
 class Steps:
-    """Step that modules run for, and its rotations."""
+    """Step for which replaced modules run now, and its rotations."""
 
     def __init__(self) -> None:
         self._running: AttentionStep | None = None
@@ -217,7 +217,7 @@ class Steps:
 
 
 class _PagedAttention:
-    """Attention of one layer. shared: results of the layers after it (None: no such layers)."""
+    """Attention function of one Transformers layer. shared: results of the layers after it (None: no such layers)."""
 
     def __init__(self, steps: Steps, attend: Attend, shared: SharedInput | None) -> None:
         self._steps = steps
@@ -257,7 +257,7 @@ class _PagedAttention:
 
 
 class _Lookup(nn.Module):
-    """Stand-in for an nn.Embedding."""
+    """Stand-in for an nn.Embedding, over this package's table."""
 
     def __init__(self, compute: Lookup) -> None:
         super().__init__()

@@ -55,8 +55,8 @@ class Seen:
 
 @dataclass(slots=True)
 class AttentionCall:
-    """module: caller of attention. rotates: attention may rotate queries and keys itself. inputs: query, key and value,
-    unrotated if so."""
+    """One observed attention. module: its caller. rotates: attention may rotate queries and keys itself. inputs: query,
+    key and value, unrotated if so."""
 
     module: nn.Module
     shape: LayerAttention
@@ -88,7 +88,7 @@ class Probe:
         return [call for call in self.modules if counts[call.module] == 1]
 
     def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Record a module's call (forward hook)."""
+        """Record a module's call (forward hook of watched modules)."""
         if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
             self.modules.append(ModuleCall(module, Seen.of(inputs[0]), Seen.of(output)))
 
@@ -201,7 +201,7 @@ def attention_function(
     attention_mask: torch.Tensor | None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function as called by Transformers' layers."""
+    """Attention function that Transformers' layers call; it passes on to the probe or the module's replacement."""
     attend: Probe | Callable[..., torch.Tensor] = getattr(module, ATTEND)
     if isinstance(attend, Probe):
         return attend.note_attention(module, query, key, value, **keywords), None

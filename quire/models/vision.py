@@ -33,7 +33,7 @@ MERGED_ACTIVATION = "gelu"
 
 
 class EncoderRun(ABC):
-    """Images on their way through a tower; their grids separate the patches."""
+    """Images on their way through a tower, a few layers a step; grids separate their patches."""
 
     def __init__(self, tower: VisionTower, patches: torch.Tensor, grids: Sequence[Grid]) -> None:
         self._tower = tower
@@ -82,7 +82,7 @@ class EncoderRun(ABC):
 
 
 class VisionEncoder(ABC):
-    """Tower with its weights."""
+    """Vision tower with its weights, which the worker runs for new images."""
 
     def __init__(self, tower: VisionTower) -> None:
         self._tower = tower
@@ -94,7 +94,7 @@ class VisionEncoder(ABC):
 
     @abstractmethod
     def release_workspaces(self) -> None:
-        """Free working memory, which the next call allocates again. Runs in progress become invalid."""
+        """Free working memory, allocated again at need, for sleep. Runs in progress become invalid."""
 
     @abstractmethod
     def begin_run(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
@@ -123,7 +123,7 @@ POOLED_NAMES = TowerNames("embeddings.patch_embedding", "embeddings.position_emb
 
 
 class VisionLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Tower layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: VisionConfig, context: LayerContext, layer: int) -> None:
         size, heads, dim = config.hidden_size, config.num_heads, config.head_dim
@@ -311,7 +311,7 @@ class TorchRun(EncoderRun):
 
 
 def torch_rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
-    """angles: [T, rotary_dim / 2] float32."""
+    """Rotation of a tower's patches. angles: [T, rotary_dim / 2] float32."""
     cos, sin = angles.cos(), angles.sin()
     return Rotation(torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None])
 

@@ -26,8 +26,8 @@ Tensors = Iterator[tuple[str, torch.Tensor | FileTensor]]
 
 
 class WeightFiles:
-    """Files of one format each. expected: tensor names that an index promises per file. prefixes: prefix of a file's
-    tensor names."""
+    """Weight files of a checkpoint, each of one format. expected: tensor names that an index promises per file.
+    prefixes: prefix of a file's tensor names."""
 
     def __init__(
         self, directory: Path, expected: dict[Path, set[str]], prefixes: Mapping[Path, str] | None = None
@@ -43,8 +43,8 @@ class WeightFiles:
         self._prefixes = prefixes or {}
 
     def with_folders(self, folders: Sequence[str], load_format: str) -> WeightFiles:
-        """These files plus those of subfolders, whose tensors are named `<folder>.<name>`. Raises ModelLoadError for a
-        folder without weights."""
+        """These files plus those of subfolders (pooling modules), whose tensors are named `<folder>.<name>`. Raises
+        ModelLoadError for a folder without weights."""
         expected, prefixes = dict(self._expected), dict(self._prefixes)
         for folder in folders:
             found = find_weights(self.directory / folder, load_format)
@@ -59,7 +59,7 @@ class WeightFiles:
         return list(self._expected)
 
     def sizes(self) -> dict[Path, int]:
-        """Bytes of each file. Raises ModelLoadError for a missing or irregular file."""
+        """Bytes of each file, for progress and checks. Raises ModelLoadError for a missing or irregular file."""
         sizes = {}
         for path in self._expected:
             size = file_bytes(path)
@@ -92,7 +92,7 @@ class WeightFiles:
 
 
 def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Same tensors, read into memory."""
+    """Same tensors, each read into memory, for quantised checkpoints."""
     for name, tensor in tensors:
         yield name, tensor.read() if isinstance(tensor, FileTensor) else tensor
 

@@ -75,13 +75,13 @@ def balanced(load: Sequence[int], placement: Placement) -> Placement:
 
 
 def busiest(load: Sequence[int], placement: Placement) -> Fraction:
-    """Rows of the rank with the most, if the copies of an expert share its rows equally."""
+    """Rows of the rank with the most, if an expert's copies share its rows equally: decides whether moving pays."""
     copies = num_copies(placement, len(load))
     return max(sum((Fraction(load[each], copies[each]) for each in own), Fraction(0)) for own in placement)
 
 
 def num_copies(placement: Placement, num_experts: int) -> list[int]:
-    """Ranks that hold each expert."""
+    """Number of ranks that hold each expert, [num_experts]."""
     counts = [0] * num_experts
     for own in placement:
         for number in own:

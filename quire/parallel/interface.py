@@ -38,5 +38,5 @@ class ProcessGroup(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called it (at the end of joining)."""
         ...

@@ -33,7 +33,7 @@ class NcclGroup:
         self.barrier()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather the parts and add them in rank order, whatever the batch."""
+        """Gather the parts and add them in rank order, so bits do not depend on the batch."""
         return sum_parts(self._gather(tensor))
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ class NcclGroup:
         return sent
 
     def barrier(self) -> None:
-        """See ProcessGroup. The host waits; not for captures."""
+        """See ProcessGroup. The host waits; not in captures."""
         self._gather(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
         torch.cuda.current_stream().synchronize()
 

@@ -36,7 +36,7 @@ class LinearShape:
 
 
 class LinearMethod(Protocol):
-    """Way to store and multiply the weights of a linear layer."""
+    """Storage and products of linear layers' weights, chosen per platform by the loader."""
 
     def create(self, shape: LinearShape) -> Parameters:
         """Allocate "weight" and, if the shape has one, "bias". Every row of both must be loaded."""
@@ -49,8 +49,8 @@ class LinearMethod(Protocol):
     def load_rows(
         self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
     ) -> None:
-        """Store a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) as the output rows
-        first_row .. first_row + num_rows."""
+        """Store, while loading, a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) as
+        the output rows first_row .. first_row + num_rows."""
         ...
 
     def apply(self, parameters: Parameters, x: AnyValue, residual: AnyValue | None = None) -> Value:
@@ -95,5 +95,5 @@ class LinearMethod(Protocol):
         ...
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Stored bytes of a matrix or bias of this shape."""
+        """Stored bytes of a matrix or bias of this shape, for memory estimates."""
         ...

@@ -61,13 +61,13 @@ class DeviceStack(Sequence["DevicePart"]):
 
     @property
     def is_plain(self) -> bool:
-        """True if the weights are floating point: a checkpoint may quantise only some layers."""
+        """True if the weights are floating point: a checkpoint may quantise some layers only."""
         return self.loaded.kind == PLAIN.value
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """One matrix of a stack."""
+    """One matrix of a stack, a linear layer's parameters."""
 
     stack: DeviceStack
     index: int
@@ -211,7 +211,7 @@ class PackedDeviceLinear:
         put(stack.matrix, index, stored.matrix)
 
     def _load_plain(self, stack: DeviceStack, index: int, parts: Mapping[int, WeightTensor]) -> None:
-        """parts: by first row. Raises ModelLoadError if other matrices of the stack are quantised."""
+        """Store unquantised parts, by first row. Raises ModelLoadError if other matrices of the stack are quantised."""
         shape = stack.shape
         if stack.matrix is None:
             size = (len(stack), shape.out_features, shape.in_features)

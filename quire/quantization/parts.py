@@ -17,7 +17,7 @@ INTEGRAL = (torch.int32, torch.int64)
 
 @dataclass
 class Parts:
-    """Parts of a matrix streamed so far. prefix: start of their names."""
+    """Parts of one matrix streamed so far from a checkpoint. prefix: start of their names."""
 
     prefix: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Parts:
         return ModelLoadError(f"tensor '{self.prefix}{part}' {message}")
 
     def scalar(self, part: str) -> float:
-        """A number of shape [] or [1]."""
+        """One part that is a number, of shape [] or [1]."""
         tensor = self.tensors[part]
         shape = (1,) if tensor.dim() == 1 else ()
         return float(self.take(part, FLOATING, shape))

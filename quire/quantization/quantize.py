@@ -28,8 +28,8 @@ WORKING_ELEMENTS = 2**20
 
 
 class FittedGroups(NamedTuple):
-    """values: [M, G], 0 to 15. steps, offsets, means: [M, 1] float32: weight = offset + step * value, and the mean of
-    the values."""
+    """M groups of G weights rounded to 4 bits. values: [M, G], 0 to 15. steps, offsets, means: [M, 1] float32: weight =
+    offset + step * value, and the mean of the values."""
 
     values: torch.Tensor
     steps: torch.Tensor
@@ -148,7 +148,8 @@ def _in_halves(found: FittedGroups) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Line(NamedTuple):
-    """x = start + step * value, each [M, 1]. explained: the part of x's sum of squares that it accounts for."""
+    """Fitted line x = start + step * value, each [M, 1]. explained: the part of x's sum of squares that it accounts
+    for."""
 
     step: torch.Tensor
     start: torch.Tensor

@@ -12,7 +12,8 @@ from quire.kernels.cpu import _native
 
 
 class StatePlans:
-    """Native plan of the states of `layers`, set for each step. Recorded kernels refer to a layer by its index."""
+    """Native plan of `layers`' recurrent states, set before each step's programs. Recorded kernels refer to a layer by
+    its index."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = tuple(layers)

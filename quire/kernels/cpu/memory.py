@@ -45,7 +45,7 @@ def give_back(memory: mmap.mmap, first: int, last: int) -> None:
 
 
 def touch(memory: Sequence[torch.Tensor], num_threads: int) -> None:
-    """Touch every page of zeroed tensors, with threads."""
+    """Touch every page of zeroed tensors, with threads, so first use is fast."""
     pieces = [piece for each in memory for piece in each.view(-1).split(_TOUCHED_AT_ONCE)]
     if num_threads == 1 or len(pieces) < 2:
         for piece in pieces:

@@ -54,12 +54,11 @@ def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: 
 
 
 class AttentionPlans:
-    """Native plans of the KV groups with keys and values, set for each step."""
+    """Native plans of the KV groups with keys and values, set before each step's programs."""
 
     def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int, deal: Deal = ALL_TOKENS) -> None:
-        """Maker of a step's attention plans. num_heads: query heads per layer. num_threads: threads of the pool that
-        runs the plans. deal: tokens that this rank keeps in groups whose tokens are dealt, where it attends with the
-        heads of all ranks."""
+        """num_heads: query heads per layer. num_threads: threads of the pool that runs the plans. deal: tokens that
+        this rank keeps in groups whose tokens are dealt, where it attends with the heads of all ranks."""
         self.plans = []
         for group in layout.token_groups:
             spec = group.spec

@@ -32,7 +32,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class PrecisionChoice:
-    """Precision of bfloat16 products on this processor. precision: "float32" or "bfloat16". reason: text for people."""
+    """Precision of bfloat16 products on this processor. precision: "float32" or "bfloat16". reason: text for people
+    (log, `doctor`)."""
 
     precision: str
     reason: str

@@ -31,8 +31,8 @@ GATHER = "gather"
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Matrix of float32 rows. area: number of its memory (ARENA: the recorder assigns a place). stride: elements
-    between rows."""
+    """Placeholder for a matrix of float32 rows, one per token, in a recording. area: number of its memory (ARENA: the
+    recorder assigns a place). stride: elements between rows."""
 
     recorder: Recorder
     width: int
@@ -46,7 +46,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class RecordedIndices:
-    """Column of the step's tokens plus `shift`. column: TOKEN_IDS, SLOT_POSITIONS, then the model's other columns."""
+    """Placeholder for a column of the step's tokens plus `shift`. column: TOKEN_IDS, SLOT_POSITIONS, then the model's
+    other columns."""
 
     recorder: Recorder
     column: int
@@ -92,7 +93,7 @@ class KernelCall:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects calls. `keep` holds what their addresses point to."""
+    """Collects kernel calls while a model's layers run on placeholders. `keep` holds what their addresses point to."""
 
     calls: list[KernelCall] = field(default_factory=list)
     keep: list[object] = field(default_factory=list)
@@ -138,7 +139,7 @@ class Recorder:
         return call.out
 
     def state_layer(self, layer: int) -> int:
-        """Index of `layer`'s states in a run's plan."""
+        """Index of `layer`'s states in a run's plan (StatePlans)."""
         if layer not in self.state_layers:
             self.state_layers.append(layer)
         return self.state_layers.index(layer)
@@ -199,7 +200,7 @@ class TorchCall:
     """Torch function that a native program calls; keeps its last views of the float32 input and output rows."""
 
     def __init__(self, function: TorchFunction, buffers: Sequence[Buffer | None]) -> None:
-        """Call of torch between native kernels. buffers: inputs, then the output."""
+        """buffers: inputs, then the output."""
         self._function = function
         self._sizes = [(buffer.width, buffer.stride) for buffer in buffers if buffer is not None]
         self._place: tuple[int, list[int]] = (0, [])
@@ -231,7 +232,7 @@ def address_of(vector: torch.Tensor | None) -> int:
 
 
 def rounded_rows(num_rows: int) -> int:
-    """Rows that a program for `num_rows` is made for."""
+    """Rows (a power of two) that a program for `num_rows` is made for, so few sizes are recorded."""
     return max(SMALLEST_PROGRAM, 1 << (num_rows - 1).bit_length())
 
 
@@ -328,8 +329,7 @@ def _is_input_norm(norm: KernelCall, call: KernelCall) -> bool:
 
 
 def place_buffers(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> int:
-    """Set `offset` of every arena buffer; returns the total elements per row. Buffers that live at once do not
-    overlap."""
+    """Set `offset` of every arena buffer. Returns total elements per row. Buffers that live at once do not overlap."""
     last_use: dict[Buffer, int] = {}
     for index, call in enumerate(calls):
         for buffer in (*call.buffers.values(), call.out, call.over):
@@ -392,7 +392,7 @@ class Scratch:
 
 
 class FirstRows:
-    """View of a matrix's first rows, cached for steps of equal size."""
+    """View of a matrix's first rows, cached while steps have equal sizes."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = self._first = rows
@@ -405,7 +405,7 @@ class FirstRows:
 
 
 class RecordedProgram:
-    """Program over an arena. One run at a time."""
+    """Recorded native program over an arena of placeholders' memory. One run at a time."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class NativeRuntime:
         self._versions = itertools.count(1)
 
     def next_version(self) -> int:
-        """New version for memory of step inputs (ForwardBatch)."""
+        """New ForwardBatch.version, for newly made step inputs."""
         return next(self._versions)
 
     @property

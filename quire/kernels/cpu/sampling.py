@@ -22,9 +22,9 @@ greedy: all temperatures are 0."""
 
 
 class VocabularyKernels:
-    """Kernels bound to the columns of sampling parameters. temperature: [num_rows] float32, 0: greedy. top_k:
-    [num_rows] int64, <= 0: off. top_p: [num_rows] float64, 1: off. min_p: [num_rows] float32, 0: off. seed: [num_rows]
-    uint64. Columns are read at each call: they may change but not be replaced. One call at a time."""
+    """Native sampling kernels bound to the columns of sampling parameters. temperature: [num_rows] float32, 0: greedy.
+    top_k: [num_rows] int64, <= 0: off. top_p: [num_rows] float64, 1: off. min_p: [num_rows] float32, 0: off. seed:
+    [num_rows] uint64. Columns are read at each call: they may change but not be replaced. One call at a time."""
 
     def __init__(
         self,

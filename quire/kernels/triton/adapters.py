@@ -49,7 +49,7 @@ class AdapterMatrices:
         dtype: torch.dtype,
         device: torch.device,
     ) -> AdapterMatrices:
-        """Room for adapters. pieces: first column and number of columns of each."""
+        """Room for all slots' adapters, allocated at load. pieces: first column and number of columns of each."""
         widths, count = [width for _, width in pieces], len(pieces)
         starts = [max_rank * start for start in accumulate(widths, initial=0)]
         places = [(*piece, start) for piece, start in zip(pieces, starts, strict=False)]

@@ -28,7 +28,7 @@ def first_seen(position, window, WINDOW: tl.constexpr):
 
 
 def score_constants(layer: LayerAttention) -> tuple[float, float, int]:
-    """`scale`, `cap` and `window` for the kernels."""
+    """`scale` and `cap` (base-2 units; 0: none) and `window` (0: all) for the kernels."""
     log2_e = LOG2_E.value
     if layer.soft_cap is None:
         return layer.stored_scale * log2_e, 0.0, layer.window or 0
@@ -160,8 +160,8 @@ def _attend_tiles(
     PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the tiles that begin in [start, stop). Without MASKED, every row sees every key. PAIRS: operands are halves
-    (`split_queries`)."""
+    """Add to the softmax the tiles that begin in [start, stop). Without MASKED, every row sees every key. PAIRS:
+    operands are halves (`split_queries`)."""
     # Elements of a head: numbers, or pairs of them.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
     TOKEN: tl.constexpr = NUM_KV_HEADS * WIDTH

@@ -41,8 +41,8 @@ def _copy_kernel(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
-    """Places of each block's pages. addresses: [num_pages] int64 on the device, of block 0's pages. block_bytes:
-    distance to the next block. page_bytes: copied bytes per page. memory: kept alive."""
+    """Places of each block's pages, on one side of a copy. addresses: [num_pages] int64 on the device, of block 0's
+    pages. block_bytes: distance to the next block. page_bytes: copied bytes per page. memory: kept alive."""
 
     addresses: torch.Tensor
     block_bytes: int
@@ -106,7 +106,7 @@ _TRITON_WORDS = {torch.int32: tl.int32, torch.int16: tl.int16, torch.int8: tl.in
 
 
 def _word(*tables: PageTable) -> torch.dtype:
-    """Widest integer type that divides all strides (bytes)."""
+    """Widest integer type to copy in: it divides all strides (bytes)."""
     for word in _TRITON_WORDS:
         if all(size % word.itemsize == 0 for table in tables for size in (table.block_bytes, table.page_bytes)):
             return word

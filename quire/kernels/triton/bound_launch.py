@@ -161,7 +161,7 @@ class _Kind:
 
 
 def _class_of(number: Any, is_literal: bool) -> object:
-    """Properties of a number that a kernel may be compiled for."""
+    """Properties of a number argument for which Triton specialises a kernel."""
     if is_literal:
         return number
     if type(number) is not int:

@@ -106,7 +106,7 @@ def _split_kernel(
     PAIRS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
 ):
-    """Program (key head, sequence, split and every num_programs-th after it)."""
+    """Attends to splits. Program (key head, sequence, split and every num_programs-th after it)."""
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1)
     begin = tl.load(query_start + sequence)
@@ -203,8 +203,8 @@ def _merge_kernel(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Program (HEADS query heads of a group: one or at least all; sequence; its token). PARTS: at least the number of
-    splits."""
+    """Merges splits to `out`. Program (HEADS query heads of a group: one or at least all; sequence; its token). PARTS:
+    at least the number of splits."""
     sequence = tl.program_id(1)
     token = tl.program_id(2)
     begin = tl.load(query_start + sequence)

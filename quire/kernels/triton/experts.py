@@ -133,7 +133,7 @@ class ExpertMatrices:
 
 def expert_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds: bool, is_first: bool, few: bool) -> ProductTiles:
     """Tiles of a product with experts' matrices. is_first: of gate and up, whose columns alternate. few: for few pairs
-    of each expert, with other bits."""
+    per expert, with other bits."""
     tiles = stored_tiles(matrix, dtype, rounds_activations=rounds)
     num_warps = 8 if is_first else tiles.num_warps
     tiles = replace(tiles, block_n=EXPERT_COLUMNS, num_warps=num_warps, num_stages=3)

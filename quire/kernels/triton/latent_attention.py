@@ -76,7 +76,8 @@ def _prepare_kernel(
     BLOCK_SIZE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Program (token, HEADS of its heads; the last: the token's vector). Queries are rotated in place."""
+    """Rotates, and writes latents. Program (token, HEADS of its heads; the last: the token's vector). Queries are
+    rotated in place."""
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_BLOCK)
     inside = half < HALF
@@ -180,8 +181,8 @@ def _latent_kernel(
     ROPE_BLOCK: tl.constexpr, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_FIXED: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of tokens, GROUP heads, part); tiles with most keys come first. IS_SPLIT: parts go to [tokens,
-    heads, capacity] of part_values etc.; else a program has all keys of its rows."""
+    """Attends to all visible keys. Program (tile of tokens, GROUP heads, part); tiles with most keys come first.
+    IS_SPLIT: parts go to [tokens, heads, capacity] of part_values etc.; else a program has all keys of its rows."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
@@ -238,7 +239,8 @@ def _sparse_kernel(
     ROPE_BLOCK: tl.constexpr, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, GROUP heads). A token that sees more than TOP keys reads those in its row of `selected`."""
+    """Attends to chosen keys. Program (token, GROUP heads). A token that sees more than TOP keys reads those in its row
+    of `selected`."""
     token = tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return

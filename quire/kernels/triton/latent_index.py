@@ -46,7 +46,8 @@ def _prepare_kernel(
     BLOCK_SIZE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Program (token; 0: its queries, rotated in place, 1: its key, to the page). Rotated pairs are HALF apart."""
+    """Rotates, and stores keys. Program (token; 0: its queries, rotated in place, 1: its key, to the page). Rotated
+    pairs are HALF apart."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIM_BLOCK)
     is_turned = dims < 2 * HALF
@@ -105,7 +106,8 @@ def _scores_kernel(
     KEYS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Program (token after `first_token`, PART keys). scores: [tokens, scores_stride] float32."""
+    """Scores of visible keys. Program (token after `first_token`, PART keys). scores: [tokens, scores_stride]
+    float32."""
     token = first_token + tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
@@ -135,7 +137,7 @@ def _scores_kernel(
 
 @triton.jit
 def _ordered(scores, at, length):
-    """Scores as ordered integers from 0 to 2^32; -1 after the last. [n] int64."""
+    """Scores as integers of the same order, 0 to 2^32, [n] int64; -1 after the last."""
     bits = tl.load(scores + at, mask=at < length, other=0.0).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
     return tl.where(at < length, bits, -1)

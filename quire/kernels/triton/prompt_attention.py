@@ -58,7 +58,7 @@ def _weights(scores, maximum, total, scale):
 
 @gluon.jit
 def _masked(scores, first_position, first_key, GROUP: gl.constexpr, SCORES: gl.constexpr):
-    """Scores with -inf for keys after a row's position. first_position: the first token's. first_key: the tile's."""
+    """Causal scores: -inf for keys after a row's position. first_position: the first token's. first_key: the tile's."""
     position = first_position + gl.arange(0, scores.shape[0], gl.SliceLayout(1, SCORES)) // GROUP
     key = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, SCORES))
     return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), scores, float("-inf"))

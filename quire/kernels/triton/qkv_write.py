@@ -188,8 +188,8 @@ def prepare_heads(
 
 
 class _WriteKernel:
-    """Kernel over one layer's pages. num_heads: query heads, 0 leaves them unchanged. half: angles per token, 0 for
-    no rotation."""
+    """Kernel of HeadPreparation over one layer's pages. num_heads: query heads, 0 leaves them unchanged. half: angles
+    per token, 0 for no rotation."""
 
     def __init__(
         self,

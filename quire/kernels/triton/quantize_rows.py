@@ -24,8 +24,8 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """x = codes * scales. codes: [T, K] int8, or float8_e4m3fn (interpreter: their bits, uint8). scales: [T, groups]
-    float32; one per row for integers."""
+    """Activations rounded for a product: x = codes * scales. codes: [T, K] int8, or float8_e4m3fn (interpreter: their
+    bits, uint8). scales: [T, groups] float32; one per row for integers."""
 
     codes: torch.Tensor
     scales: torch.Tensor

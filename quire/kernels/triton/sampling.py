@@ -68,7 +68,7 @@ def _scan_kernel(
 
 @triton.jit
 def finish_row(token, is_sound, index, position, token_table, chosen, table_stride, row):
-    """Write a token to the results and after the row's last token in the table. An unsound row gets token 0."""
+    """Write a row's chosen token to the results and, at `position`, to the token table. An unsound row gets token 0."""
     token = tl.where(is_sound, token, 0)
     tl.store(chosen + index * 2, token)
     tl.store(chosen + index * 2 + 1, is_sound.to(tl.int32))

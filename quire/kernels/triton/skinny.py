@@ -239,7 +239,7 @@ def _columns(SLICES: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _bounds(K: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr):
-    """First column of a split, and its end."""
+    """First column of K of this program's split, and its end."""
     LENGTH: tl.constexpr = (K + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin, end = 0, K
     if SPLITS > 1:
@@ -250,7 +250,7 @@ def _bounds(K: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _store(result, out, bias, residual, columns, tokens, m, n, stride, HAS_BIAS, HAS_RESIDUAL, DTYPE: tl.constexpr):
-    """Convert to DTYPE and store. result: [rows of the matrix, rows of x]."""
+    """Add bias and residual, convert to DTYPE and store. result: [rows of the matrix, rows of x]."""
     within = columns < n
     inside = within[:, None] & (tokens < m)[None, :]
     to = tokens.to(tl.int64)[None, :] * stride + columns[:, None]
@@ -291,7 +291,8 @@ def _skinny_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Program (rows of the matrix, rows of x, split). With splits `out` is [splits, m, n]."""
+    """Kernel of `skinny_product`. Program (rows of the matrix, rows of x, split). With splits `out` is [splits, m,
+    n]."""
     PAIRS: tl.constexpr = FORMAT >= I4
     PART: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
     WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3
@@ -356,7 +357,7 @@ def _sum_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (columns, row): adds the splits in order."""
+    """Adds the splits in order, bias and residual too. Program (columns, row)."""
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = columns < n

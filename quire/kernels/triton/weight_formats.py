@@ -66,7 +66,7 @@ class StoredMatrix:
         return self.codes, self.scales, self.offsets, self.row_scales
 
     def with_tensors(self, tensors: Sequence[torch.Tensor | None]) -> StoredMatrix:
-        """Another stack of the same format. tensors: in the order of `tensors`."""
+        """Stack of the same format with other `tensors`."""
         codes, scales, offsets, row_scales = tensors
         assert codes is not None, "every matrix has codes"
         return replace(self, codes=codes, scales=scales, offsets=offsets, row_scales=row_scales)
@@ -84,14 +84,14 @@ class StoredMatrix:
 
 @triton.jit
 def exponent(codes):
-    """2 ** (code - 127), float32."""
+    """Scale of an e8m0 code: 2 ** (code - 127), float32."""
     wide = codes.to(tl.uint32)
     return tl.where(wide == 0, 1 << 22, wide << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _add_products(a, b, accumulator, ROUNDED: tl.constexpr, PARTIAL: tl.constexpr):
-    """accumulator + a @ b for int8 (int32 sums), e4m3 (if ROUNDED) or floats."""
+    """One step of a product: accumulator + a @ b for int8 (int32 sums), e4m3 (if ROUNDED) or floats."""
     if accumulator.dtype == tl.int32:
         total = tl.dot(a, b, accumulator, out_dtype=tl.int32)
     elif not ROUNDED:
