@@ -118,9 +118,9 @@ class Window:
 def plan_tiles(
     sequences: Sequences, *, heads_per_group: int, window: Window, item_bytes: tuple[int, int], limit: int
 ) -> list[TileList]:
-    """Divide a step into at most two lists: small tiles for sequences with few new tokens, large ones for others.
-    heads_per_group: query heads per key head. item_bytes: (fixed, per row) bytes of one item's computation; chunks use
-    up to `limit` bytes."""
+    """Divide a step into at most two lists: small tiles for sequences with few new tokens, large for others.
+    heads_per_group: query heads per key head. item_bytes: (fixed, per row) bytes of an item's computation; chunks use
+    up to `limit`."""
     few = sequences.num_tokens * heads_per_group <= SMALL_LIMIT
     lists = []
     for chosen, target_rows in ((few, SMALL_ROWS), (~few, LARGE_ROWS)):

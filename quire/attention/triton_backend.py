@@ -89,8 +89,8 @@ class TritonAttention:
         self, batch: DeviceBatch, shape: HeadShape, window: int | None, *, allow_warp_groups: bool = False
     ) -> tuple[Tiles | None, SplitPlan | None]:
         """Tiles of the varlen kernel and plan of the split kernel for a batch and head shape (None: that kernel does
-        not run). The split kernel, if it runs, computes sequences with at most `SplitPlan.tokens` new tokens; it never
-        runs where tokens see later ones. allow_warp_groups: see `varlen_tiles`."""
+        not run). The split kernel computes sequences with at most `SplitPlan.tokens` new tokens; never where tokens see
+        later ones. allow_warp_groups: see `varlen_tiles`."""
         sees_ahead = batch.last_seen is not None
         split = None if sees_ahead else self._split_plan(shape, batch.num_seqs, batch.max_seq_len, window)
         if split is not None and batch.max_query_len <= split.tokens:
@@ -105,7 +105,7 @@ class TritonAttention:
         return varlen_tiles(shape, *lengths, self._limits, allow_warp_groups=allow_warp_groups), split
 
     def layer(self, heads: HeadWeights) -> _LayerKernels:
-        """Kernels of a layer, bound to its weights and pages at first use."""
+        """Kernels of a layer, bound to weights and pages at first use."""
         number = heads.shape.layer
         bound = self._kernels.get(number)
         if bound is None or bound.heads is not heads:
@@ -261,8 +261,8 @@ class TritonAttentionStep(AttentionStep):
 
 
 class DeviceLatents:
-    """Latent kernels, bound to a layer's pages at first use. max_num_seqs, max_model_len: largest batch for the
-    scratch, which all layers share. pages: KV group and memory by layer."""
+    """Latent kernels, bound to a layer's pages at first use. max_num_seqs, max_model_len: largest batch, for all
+    layers' scratch. pages: KV group and memory by layer."""
 
     def __init__(
         self,

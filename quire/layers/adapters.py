@@ -22,8 +22,7 @@ PANEL = 16
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Outputs of a linear layer from one checkpoint matrix. whole: rows of that matrix; start, local: this rank's
-    share."""
+    """Outputs of a linear layer from one checkpoint matrix. whole: its rows; start, local: this rank's share."""
 
     whole: int
     start: int
@@ -33,8 +32,8 @@ class Part:
 @dataclass(eq=False, slots=True)
 class AdapterStack:
     """Adapters of one linear layer, by slot. in_features, in_start: this rank's inputs. in_whole: inputs over all
-    ranks. parts: outputs by checkpoint matrix. pieces: parts that share one A and B. is_interleaved: True if gate
-    and up alternate by PANEL columns in the product; known once the weights are loaded."""
+    ranks. parts: outputs by checkpoint matrix. pieces: parts that share one A and B. is_interleaved: gate and up
+    alternate by PANEL columns in the product; known once weights are loaded."""
 
     in_features: int
     in_start: int
@@ -88,8 +87,7 @@ class AdapterStorage(Protocol):
         ...
 
     def steps_so_far(self) -> Callable[[], None]:
-        """Function that waits, in any thread, for the steps started so far. A load calls it before it writes a slot's
-        matrices."""
+        """Function that waits, in any thread, for steps started so far; a load calls it before writing a slot."""
         ...
 
 
@@ -220,7 +218,7 @@ class AdapterPlace:
         return AdapterPlace(self.stack, self.piece, order)
 
     def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        """Store A, [rank, inputs], and B, [outputs, rank], of any floating dtype, in a slot."""
+        """Store A, [rank, inputs], and B, [outputs, rank], any floating dtype, in a slot."""
         own_a, own_b = self.stack.share(self.piece, a, b if self._order is None else b[self._order])
         storage.load(self.stack, slot, self.piece, LowRank(own_a, own_b, scale))
 

@@ -36,9 +36,9 @@ EXPANDED_HEADS = 16
 class LatentHeads:
     """Latent heads of a layer, over all ranks. rank: size of compressed keys and values. nope_dim, rope_dim: unrotated
     and rotated elements of a head's query. value_dim: size of a head's result. query_rank: size of compressed queries
-    (None: uncompressed). scale: factor of scores. bias: projections have biases, except of uncompressed queries.
-    interleaved: the checkpoint stores rotated pairs side by side. expansion_apart: expansion matrices per head,
-    transposed for keys (GGUF)."""
+    (None: uncompressed). scale: factor of scores. bias: of projections, except of uncompressed queries. interleaved:
+    the checkpoint stores rotated pairs side by side. expansion_apart: expansion matrices per head, transposed for keys
+    (GGUF)."""
 
     num_heads: int
     rank: int
@@ -115,8 +115,7 @@ class LatentAttention:
         step: AttentionStep,
         rows: ReadRows | None = None,
     ) -> Value:
-        """Latent attention of a step: [T, hidden_size] -> [T, hidden_size], or the read rows; the residual is
-        overwritten."""
+        """[T, hidden_size] -> [T, hidden_size], or the read rows; the residual is overwritten."""
         operations = self._context.operations
         queries = x
         if self._compress_query is not None and self._query_norm is not None:
@@ -301,8 +300,8 @@ class _HeadMatrices:
 
 
 class ExpandedHeads:
-    """Expansion matrices for prompts, beside the absorbed ones: keys and values of `num_heads` heads, `EXPANDED_HEADS`
-    per part. rank: size of compressed vectors."""
+    """Expansion matrices for prompts, beside the absorbed ones: keys and values, `EXPANDED_HEADS` heads per part. rank:
+    size of compressed vectors."""
 
     def __init__(self, rank: int, nope_dim: int, value_dim: int, num_heads: int, context: LayerContext) -> None:
         self._nope_dim, self._value_dim = nope_dim, value_dim

@@ -17,7 +17,7 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 class ColumnParallelLinear:
     """y = activation(x W^T + b) with outputs shared by the ranks. parts: output sizes of the fused matrices.
-    num_shares: shares per part; with fewer than ranks, neighbours hold the same share. gated: two equal parts, y =
+    num_shares: per part; with fewer than ranks, neighbours hold the same share. gated: two equal parts, y =
     activation(gate) * up. Raises ConfigError for parts that cannot be shared equally."""
 
     def __init__(
@@ -180,7 +180,7 @@ def _weight_shape(suffix: str, rows: int, columns: int, transposed: bool) -> tup
 
 
 def side_by_side(left: WeightSlot, right: WeightSlot) -> WeightSlot:
-    """Slot of a checkpoint's matrix whose first input features are those of `left`, the others those of `right`."""
+    """Slot of a checkpoint's matrix whose first input features are `left`'s, the others `right`'s."""
     widths = left.shape[1], right.shape[1]
 
     def load(tensor: WeightSource) -> None:

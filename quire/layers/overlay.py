@@ -15,7 +15,7 @@ ValueT = TypeVar("ValueT", bound=Value)
 
 
 class Overlay(Protocol[ValueT]):
-    """Rows that replace some tokens' embeddings (such as an image's), and rows added to those tokens after layers."""
+    """Rows that replace some tokens' embeddings (an image's), and rows added to these tokens after layers."""
 
     @property
     def layers(self) -> Sequence[int]:

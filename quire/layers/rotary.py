@@ -1,7 +1,7 @@
 """Rotary position embeddings with every scaling of Transformers.
 
-Dynamic NTK and longrope have the frequencies for `max_model_len` tokens, so chunking and caching change nothing; up to
-the trained length they equal Transformers'.
+Dynamic NTK and longrope use `max_model_len`'s frequencies, so chunking and caching change nothing; up to the trained
+length they are Transformers'.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class DecoderLayer(Protocol):
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
     ) -> Value:
-        """[T, hidden] -> [T, hidden]. rotation: None in a model without rotary positions. rows: [R], the tokens whose
+        """[T, hidden] -> [T, hidden]. rotation: None in a model without rotary positions. rows: [R], tokens whose
         results are needed (None: all); the result is then [R, hidden]."""
         ...
 
@@ -50,8 +50,8 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """Model as a list of layers. Rows enter as embeddings, or as the previous stage's hidden states, and leave
-    through a final norm."""
+    """Model as a list of layers. Rows enter as embeddings, or the previous stage's hidden states, and leave by a final
+    norm."""
 
     columns: tuple[str, ...] = ()
     _tokens: Embedding
@@ -95,12 +95,12 @@ class Decoder:
         return [layer.cache_spec() for layer in self._layers]
 
     def tables(self) -> tuple[Embedding, OutputHead]:
-        """Embedding and the output projection, for a head for drafts that has none of its own."""
+        """Embedding and output projection, for a draft head without its own."""
         return self._tokens, self._head
 
     def stage(self, numbers: range) -> Self:
-        """View that runs only these layers, with this model's weights and KV-cache layers. Stages after the first
-        take `ForwardBatch.hidden`, which all but the last return."""
+        """View that runs only these layers, with the same weights and KV-cache layers. Stages after the first take
+        `ForwardBatch.hidden`, which all but the last return."""
         view = copy(self)
         view._numbers, view._is_end = numbers, self._is_end and numbers.stop == len(self._layers)
         return view

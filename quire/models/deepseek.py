@@ -120,8 +120,7 @@ class DeepseekForCausalLM(TextDecoder):
 @dataclass(frozen=True, slots=True)
 class _ExpertChoice:
     """Expert selection of one generation. methods: allowed `topk_method`, default first; only `grouped` uses groups of
-    experts, each scored by its `group_best` best. corrects: scores get a correction bias for the selection, and the
-    weights are normalised."""
+    experts, scored by their `group_best` best. corrects: a correction bias selects, and weights are normalised."""
 
     scoring: Literal["softmax", "sigmoid"]
     methods: tuple[str, ...]

@@ -39,7 +39,7 @@ _NAMES = CheckpointNames("", re.compile(r"rotary_emb\.inv_freq$|^verifier_|^[dt]
 
 
 class PairAttention(Attention):
-    """Attention with queries, keys and values of two vectors side by side: an embedding and a hidden state."""
+    """Attention whose input is two vectors side by side: an embedding and a hidden state."""
 
     def __init__(self, hidden_size: int, shape: LayerAttention, *, context: LayerContext, **options: Any) -> None:
         super().__init__(hidden_size, shape, context=context, **options)
@@ -99,8 +99,8 @@ class UnnormedLayer(LlamaLayer):
 
 
 class EagleHead(Decoder):
-    """EAGLE draft head, with its own checkpoint. A batch brings `hidden`: per token the model's hidden states, [T,
-    width of EagleConfig], or the head's own results, [T, size]; its token_ids are the following tokens."""
+    """EAGLE draft head, with its own checkpoint. A batch brings `hidden`: the model's, [T, width of EagleConfig], or
+    the head's own results, [T, size]; its token_ids are the following tokens."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class LoadableModel(Protocol):
 
 
 class CausalLM(Protocol):
-    """Decoder-only language model over a flat batch of tokens, without batch dimension or padding."""
+    """Decoder-only language model over a flat batch of tokens without padding."""
 
     @property
     def columns(self) -> Sequence[str]:
@@ -36,19 +36,18 @@ class CausalLM(Protocol):
 
     @property
     def output_size(self) -> int:
-        """Size of a token's last hidden state; differs from the layers' size if a projection follows them
-        (OPT-350m)."""
+        """Size of a token's last hidden state; a projection may change the layers' (OPT-350m)."""
         ...
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
-        """Run the layers. batch: holds tensors. Returns the hidden states after the final norm of the tokens in
-        `batch.logits_rows`, [R, output_size], or of all, [T, output_size], and those that `batch.taps` asks for. The
-        next call may overwrite them."""
+        """Run the layers over tensors. Returns hidden states after the final norm of tokens in `batch.logits_rows`, [R,
+        output_size], or of all, [T, output_size], and those that `batch.taps` asks for. The next call may overwrite
+        them."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, output_size]. Returns [R, vocab_size] float32 (on a device its dtype), with contiguous rows; the
-        caller and the next call may overwrite them."""
+        """Logits of hidden states, [R, output_size]: [R, vocab_size] float32 (on a device its dtype), with contiguous
+        rows; caller and next call may overwrite them."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:

@@ -73,8 +73,8 @@ class StagedModel:
         return self._model.output_size
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
-        """Run this stage's layers (CausalLM.forward). On all but the last stage the hidden states go to the next stage,
-        and the returned ones are meaningless."""
+        """Run this stage's layers (CausalLM.forward). On earlier stages hidden states go to the next one, and returned
+        ones are meaningless."""
         incoming, outgoing = self._stage.incoming, self._stage.outgoing
         if outgoing is not None:
             batch = batch._replace(logits_rows=None)  # the next stage needs all rows

@@ -268,8 +268,7 @@ class _Lookup(nn.Module):
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """[T, width] view over the three tensors, [1, heads, T, head_dim] each; None unless each token's parts are in one
-    row."""
+    """[T, width] view over three tensors, [1, heads, T, head_dim] each; None unless a token's parts are in one row."""
     _, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = key.shape[1]
     width = (num_heads + 2 * num_kv_heads) * head_dim

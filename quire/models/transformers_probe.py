@@ -1,5 +1,4 @@
-"""Run of a Transformers model on shapes, which finds its attentions' parameters and the modules with a common
-input."""
+"""Run of a Transformers model on shapes: finds attentions' parameters and modules with a common input."""
 
 from __future__ import annotations
 
@@ -144,8 +143,8 @@ class Probe:
 
 
 def probe(model: PreTrainedModel, refused: str, watched: list[nn.Module]) -> Probe:
-    """Run the model on shapes and observe it. watched: modules whose calls are recorded. refused: start of error
-    messages. Raises ModelLoadError for an unsupported computation."""
+    """Run the model on shapes and observe it. watched: modules to record. refused: start of error messages. Raises
+    ModelLoadError for an unsupported computation."""
     described = model.config
     for module in model.modules():
         rope = getattr(module, "rope_type", None)

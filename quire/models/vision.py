@@ -1,5 +1,5 @@
 """Vision towers of Qwen2.5-VL, Qwen3-VL, Qwen 3.5 and Gemma 3: from patches to token features. A tower runs layer by
-layer, so other work can run in between, in torch, in Triton or, recorded, in native kernels."""
+layer, with other work between, in torch, Triton or recorded native kernels."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class VisionEncoder(ABC):
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """Encode images. patches: [T, patch_values] float32, concatenated by `grids`, in token order. Returns per image
-        [tokens, feature_size] float32: the placeholders' embeddings, then the deep-stack features for the language
-        model's first layers. An image's bits do not depend on the others."""
+        [tokens, feature_size] float32: placeholders' embeddings, then deep-stack features for the language model's
+        first layers. An image's bits do not depend on the others."""
         found = self.begin_run(patches, grids).advance(self.config.num_layers)
         assert found is not None, "all layers are computed"
         return found
@@ -166,8 +166,8 @@ def _mlp_slots(mlp: GatedMLP | MLP) -> WeightSlots:
 
 
 class Merger:
-    """Two linear layers from a token's patches to its features, after a norm. norms_merged: norm covers a token's
-    merged patches, not each patch."""
+    """Two linear layers from a token's patches to its features, after a norm: of each patch, or (norms_merged) of a
+    token's merged ones."""
 
     def __init__(self, config: VisionConfig, context: LayerContext, *, norms_merged: bool) -> None:
         self._merged_size = size = config.merged_size

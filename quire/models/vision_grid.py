@@ -1,5 +1,5 @@
-"""Inputs of a vision tower that depend only on the images' grids: attention ranges, interpolated positions, and
-rotations. A token's `merge_size` x `merge_size` patches are neighbours."""
+"""Inputs of a vision tower that depend only on grids: attention ranges, interpolated positions, and rotations. A
+token's `merge_size` x `merge_size` patches are neighbours."""
 
 from __future__ import annotations
 
@@ -112,8 +112,7 @@ def _frame(rows: int, columns: int, merge: int, side: int) -> tuple[torch.Tensor
 
 
 def _stretched(index: torch.Tensor, count: int, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Interpolate positions of a line of `count` on a line of `side`: the entries before and after, and the latter's
-    share."""
+    """Positions of a line of `count` on a line of `side`: the entries before and after, and the latter's share."""
     exact = index.float() * (side - 1) / max(count - 1, 1)
     before = exact.floor()
     low = before.long()

@@ -69,8 +69,7 @@ class WeightFiles:
         return sizes
 
     def stream(self, report: Progress) -> Tensors:
-        """All tensors; those of safetensors files are lazy. Raises ModelLoadError naming an unreadable file and
-        tensor."""
+        """All tensors, lazy in safetensors files. Raises ModelLoadError naming an unreadable file and tensor."""
         sizes = self.sizes()
         done, total = 0, sum(sizes.values())
         for path, expected in self._expected.items():
@@ -98,8 +97,8 @@ def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def find_weights(directory: Path, load_format: str) -> WeightFiles | GGUFWeights:
-    """Weight files of a directory, or a GGUF file: "auto" prefers safetensors to .bin to GGUF, and sharded to single
-    files. Raises ModelLoadError if none."""
+    """Weight files of a directory, or a GGUF file: "auto" prefers safetensors to .bin to GGUF, sharded to single files.
+    Raises ModelLoadError if none."""
     if directory.is_file():
         if load_format not in ("auto", "gguf"):
             raise ModelLoadError(f"{directory} is a GGUF file, which load_format={load_format!r} does not read")

@@ -13,8 +13,8 @@ from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT, NetworkMeeting
 
 
 class NcclGroup:
-    """Implements ProcessGroup for tensors of the current CUDA device; every rank has a device of its own. Collectives
-    are enqueued on the current stream, and the host does not wait for them."""
+    """Implements ProcessGroup for tensors of the current CUDA device; every rank has its own. Collectives are enqueued
+    on the current stream; the host does not wait."""
 
     native = None
 

@@ -96,8 +96,8 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class Stage:
-    """Run of a model's layers on this rank, by their numbers. count: stages of the model. incoming, outgoing: links
-    from the stage before and to the next one (None: this is the first, or the last)."""
+    """Run of a model's layers on this rank, by number. count: stages of the model. incoming, outgoing: links from the
+    stage before and to the next (None: none)."""
 
     number: int = 0
     count: int = 1

@@ -17,8 +17,8 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class NetworkMeeting:
-    """Place where ranks of several hosts exchange their addresses: a store on the first one. address: this rank's,
-    reachable from the others. Neither store nor collectives authenticate: the network must be private."""
+    """Place where ranks of several hosts exchange addresses: a store on the first. address: this rank's, reachable from
+    others. Neither store nor collectives authenticate: the network must be private."""
 
     store: Any
     address: str

@@ -18,8 +18,8 @@ Parameters: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """Sizes of this rank's matrix. dtype: type of activations and plain weights. activation: name of the function
-    applied to the results (`kernels/activation.py`), or None. gated: the matrix has gate rows above up rows, and the
+    """Sizes of this rank's matrix. dtype: of activations and plain weights. activation: name in
+    `kernels/activation.py`, applied to the results, or None. gated: the matrix has gate rows above up rows, and the
     result is activation(gate) * up."""
 
     in_features: int
@@ -55,7 +55,7 @@ class LinearMethod(Protocol):
 
     def apply(self, parameters: Parameters, x: AnyValue, residual: AnyValue | None = None) -> Value:
         """x: [T, in_features] -> [T, shape.width] in x's dtype: residual + activation(x W^T + bias). A row's result
-        depends on that row alone. The result may overwrite the residual."""
+        depends on that row alone and may overwrite the residual."""
         ...
 
     def products(self, parameters: Parameters, x: AnyValue, residual: AnyValue | None = None) -> Value:
@@ -89,9 +89,9 @@ class LinearMethod(Protocol):
         self, weights: ExpertWeights, x: AnyValue, routing: AnyValue, residual: AnyValue | None = None
     ) -> Value:
         """x: [T, size], routing: [T, 2 * top_k] of `Operations.route` -> [T, size] in x's dtype: residual + the
-        weighted sum of the chosen experts' results, in the experts' order, without those of other ranks. A row's result
-        depends on that row alone. The result may overwrite the residual. `weights.apart` (no residual): [T, top_k *
-        size] float32, each result before its weight; -0 for those of other ranks."""
+        weighted sum of chosen experts' results, in experts' order, without other ranks'. A row's result depends on that
+        row alone and may overwrite the residual. `weights.apart` (no residual): [T, top_k * size] float32, each result
+        before its weight; -0 for other ranks'."""
         ...
 
     def stored_bytes(self, shape: Sequence[int]) -> int:

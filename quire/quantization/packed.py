@@ -48,8 +48,8 @@ PANEL = 16
 
 @dataclass(eq=False, slots=True)
 class PackedParameters:
-    """Weights of one linear layer in native panels. matrices: stacked, empty until the format of the weights is known;
-    a gated layer has one, or gate and up. pending: quantised parts by first row, until all have come."""
+    """Weights of one linear layer in native panels. matrices: stacked, empty until the format is known; a gated layer
+    has one, or gate and up. pending: quantised parts by first row, until all have come."""
 
     shape: LinearShape
     matrices: list[PackedMatrix] = field(default_factory=list)
@@ -333,8 +333,7 @@ def _native_matrices(parameters: PackedParameters) -> list[tuple[PackedMatrix, i
 
 
 def _stack_of(part: Sequence[PackedParameters]) -> tuple[list[tuple[_native.PackedWeight, int]], ...]:
-    """Each expert's packed matrix with the address of its bias (0: none); if gate and up are apart, those of gate, then
-    those of up."""
+    """Each expert's packed matrix and its bias's address (0: none); if gate and up are apart, gate's, then up's."""
     matrices = [[(matrix.as_native(), bias) for matrix, bias in _native_matrices(each)] for each in part]
     firsts, seconds = [each[0] for each in matrices], [each[1] for each in matrices if len(each) == GATED_PARTS]
     if seconds and len(seconds) != len(firsts):

@@ -74,11 +74,10 @@ class DevicePart:
 
 
 class PackedDeviceLinear:
-    """LinearMethod of quantised weights on a GPU. A row's last bits depend on the number of rows, unless `plain` is
-    batch-invariant. plain: computes matrices not quantised. weight_format: see PackedLinear. stored_bits: bits per
-    weight, for estimates of memory. converts_e4m3: the device has e4m3 conversions (compute capability 8.9).
-    rounds_activations: round rows of x to e4m3 for products with e4m3 matrices on tensor cores, except in
-    `apply_heads`."""
+    """LinearMethod of quantised weights on a GPU. A row's last bits depend on the number of rows, unless `plain` (for
+    matrices not quantised) is batch-invariant. weight_format: see PackedLinear. stored_bits: bits per weight, for
+    estimates of memory. converts_e4m3: the device has e4m3 conversions (compute capability 8.9). rounds_activations:
+    round rows of x to e4m3 for products with e4m3 matrices on tensor cores, except in `apply_heads`."""
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ class StatePlans:
         self._query_start = torch.empty(0, dtype=torch.int64)
 
     def set(self, states: StateStep) -> _native.StatePlan:
-        """Plan of one step, valid until the next call. The step's tensors are kept alive and must not change while a
-        program runs. Raises ValueError for wrong tensors and accesses outside the pool."""
+        """Plan of one step, valid until the next call. The step's tensors are kept alive and must not change meanwhile.
+        Raises ValueError for wrong tensors and accesses outside the pool."""
         if states is not self._step:  # decodes of the same sequences reuse the object
             query_start = torch.tensor(states.query_start, dtype=torch.int64)
             self._arguments = self._checked(states, query_start)

@@ -1,5 +1,5 @@
-"""Faster precision of products with bfloat16 weights, if the user leaves it open. Known processors are listed; others
-are measured once, so every start gives the same bits."""
+"""Faster precision of products with bfloat16 weights, if the user leaves it open. Unlisted processors are measured
+once, so every start gives the same bits."""
 
 from __future__ import annotations
 

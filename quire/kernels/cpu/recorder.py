@@ -1,4 +1,4 @@
-"""Recording of a model's kernels, so a step is one native call. Layers pass on placeholders; each kernel adds a call;
+"""Recording of a model's kernels, so a step is one native call. Layers pass on placeholders, kernels add calls, and
 `finish_program` makes a native program for any number of rows."""
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ TorchFunction = Callable[..., torch.Tensor]
 
 @dataclass(slots=True)
 class KernelCall:
-    """One kernel of a recorded program: method `kernel` of _native.Program with `buffers` (None: absent) and
-    `constants`, or a torch `function`. over: buffer whose place the output may take, or must if `in_place`. output: the
-    output's parameter name. first_column: first column read of each buffer. out_column: first column written of the
-    output and read of the residual."""
+    """One recorded kernel: method `kernel` of _native.Program with `buffers` (None: absent) and `constants`, or a torch
+    `function`. over: buffer whose place the output may take, or must if `in_place`. output: the output's parameter
+    name. first_column: first column read of each buffer. out_column: first column written of the output and read of the
+    residual."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -153,8 +153,7 @@ class Recorder:
         return out
 
     def call_torch(self, function: TorchFunction, width: int, inputs: Sequence[Buffer]) -> Buffer:
-        """Add a callback for an operation without a kernel: `function` of the inputs' rows returns the output's,
-        `width` columns."""
+        """Add a callback without a kernel: `function` of the inputs' rows returns the output's, `width` columns."""
         buffers: dict[str, Buffer | None] = {str(index): buffer for index, buffer in enumerate(inputs)}
         out = self._output(width, buffers)
         self.calls.append(KernelCall("torch", buffers, {}, out, function=function))
@@ -449,8 +448,8 @@ class RecordedProgram:
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
     ) -> Callable[[], None]:
-        """Function that runs the program repeatedly over the memory of these arguments. Valid while the caller keeps
-        them and shared working memory does not grow."""
+        """Function that runs the program over these arguments' memory, valid while the caller keeps it and shared
+        working memory does not grow."""
         addresses = [0 if column is None else column.data_ptr() for column in columns]
         areas = [self._arena.address, *(rows.data_ptr() for rows in externals)]
         read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))

@@ -78,8 +78,8 @@ class PageTable:
 
 
 def copy_pages(source: PageTable, destination: PageTable, pairs: torch.Tensor) -> None:
-    """Copy all pages of block pairs[i, 0] of the source to block pairs[i, 1] of the destination, in any order: no block
-    may be both read and written. pairs: [n, 2] int32 on the device, contiguous."""
+    """Copy all pages of the source's block pairs[i, 0] to the destination's pairs[i, 1], in any order: no block may be
+    both read and written. pairs: [n, 2] int32 on the device, contiguous."""
     assert source.num_pages == destination.num_pages, "both have the same pages"
     assert source.page_bytes == destination.page_bytes, "of the same size"
     if not len(pairs):

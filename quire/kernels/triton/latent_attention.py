@@ -1,5 +1,5 @@
-"""Latent attention over a device's pages: all heads of a token read one vector per key. A program takes 64 rows (token
-x head). Single tokens of long sequences are split into parts of SPLIT_KEYS."""
+"""Latent attention over a device's pages: a token's heads read one vector per key. A program takes 64 rows (token x
+head). Single tokens of long sequences are split into parts of SPLIT_KEYS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROGRAMS_WANTED = 2
 @dataclass(frozen=True, slots=True)
 class LatentTiles:
     """Tile sizes of latent attention. block_m: query rows; group: heads per tile, which holds block_m // group tokens.
-    block_n: keys. is_fixed: the softmax is always merged from parts of SPLIT_KEYS keys."""
+    block_n: keys. is_fixed: the softmax always merges parts of SPLIT_KEYS keys."""
 
     block_m: int
     group: int
@@ -310,8 +310,8 @@ def _merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class LatentScratch:
-    """Parts of single tokens of long sequences, float32: values [num_seqs * heads * capacity * rank] or more, with
-    maxima and totals. Layers use it in turn. capacity: parts per sequence."""
+    """Parts of single tokens of long sequences, float32: values [num_seqs * heads * capacity * rank] or more, maxima,
+    totals. Layers use it in turn. capacity: parts per sequence."""
 
     values: torch.Tensor
     maxima: torch.Tensor
@@ -341,7 +341,7 @@ class LatentScratch:
 
 
 def is_cut(num_heads: int, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> bool:
-    """True if single tokens of `num_seqs` sequences are split, because they would not fill the device."""
+    """True if single tokens of `num_seqs` sequences are split, to fill the device."""
     tiles = num_seqs * blocks_of(num_heads, MOST_ROWS)
     return max_seq_len > SPLIT_KEYS and tiles < PROGRAMS_WANTED * limits.num_multiprocessors
 
@@ -408,8 +408,8 @@ class LatentKernels:
         group: int,
         selected: torch.Tensor | None = None,
     ) -> None:
-        """Write and attend over latents (`AttentionStep.attend_latent`). Inputs are contiguous; queries are rotated in
-        place. out: [T, num_heads * rank]. group: layer's KV group. Padding rows are not written."""
+        """Write and attend over latents (`AttentionStep.attend_latent`). Inputs are contiguous; queries rotate in
+        place. out: [T, num_heads * rank], without padding rows. group: layer's KV group."""
         query, turned_query, latent, turned_key = inputs
         self.prepare(turned_query, latent, turned_key, rotation, batch, group)
         self.attend_written(query, turned_query, out, batch, group, selected)

@@ -1,5 +1,5 @@
-"""Indexer of sparse latent attention on a device: scores of all visible keys, and the best of them. The threshold score
-is built two bits at a time by counting; positions that reach it are written in order."""
+"""Indexer of sparse latent attention on a device: scores of all visible keys, and the best. Counting builds the
+threshold score two bits at a time; positions that reach it are written in order."""
 
 from __future__ import annotations
 
@@ -204,8 +204,8 @@ def select_keys(
 ) -> None:
     """Rotate, write the indexer's keys to their pages, and choose the keys that each token reads
     (`AttentionStep.select_keys`). inputs: contiguous; queries are rotated in place. pages: [num_blocks, block_size,
-    latent_width + dim]. group: layer's KV group. selected: [T, top] int32; only rows of tokens with more than `top`
-    visible keys are written."""
+    latent_width + dim]. group: layer's KV group. selected: [T, top] int32; only tokens with more than `top` visible
+    keys are written."""
     query, key, weights = inputs
     slots, tables = batch.slot_mapping[group], batch.block_tables[group]
     # Without rotation, any pointer serves as angles: the kernel does not read them.

@@ -1,6 +1,6 @@
-"""Layers with recurrent state on a device: short convolution, gated delta rule, and the gated norm after it, as
-`layers/states.py` defines them. Prompts and decodes have the same tiles, so bits depend only on the sequence; without
-`batch_invariant`, `delta_decode.py` decodes."""
+"""Layers with recurrent state on a device: short convolution, gated delta rule and gated norm, as `layers/states.py`
+defines them. Prompts and decodes have the same tiles, so bits depend only on the sequence; without `batch_invariant`,
+`delta_decode.py` decodes."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def _tile_results(
     query, own_key, key, value, beta, old, is_own_new, state, updates, is_new, decay, sums, tile, count
 ):  # fmt: skip
     """Updates of a chunk's ROWS tokens from row `tile` on, and their results. old: known updates. is_own_new: [ROWS,
-    1], is_new: [BORDER], True for tokens with unknown updates. sums: running sums of `decay`. count: rows of the chunk.
+    1], is_new: [BORDER], tokens with unknown ones. sums: running sums of `decay`. count: rows of the chunk.
     """
     row, own_row = tl.arange(0, BORDER), tl.arange(0, ROWS)
     own = tile + own_row

@@ -33,8 +33,8 @@ def _nibbles(magic: int, one: int, minus: int, kind: str) -> str:
 
 
 def _bytes_lie_above(shift: int, mask: int, factor: int, kind: str, lefts: tuple[int, ...]) -> str:
-    """PTX for floats whose sign is the top bit of a byte or nibble: the other bits move to the wide exponent's place,
-    and a factor corrects the bias."""
+    """PTX for floats whose sign is the top bit of a byte or nibble: other bits move to the wide exponent's place; a
+    factor corrects the bias."""
     lines = [f"mov.b32 one, {factor:#010x}; mov.b32 two, 0x80008000;"]
     for index in range(2 * len(lefts)):
         word, left = ("low", "high")[index % 2], lefts[index // 2]

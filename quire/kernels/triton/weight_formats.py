@@ -117,7 +117,7 @@ def _tile(
     ROUNDED: tl.constexpr,
 ):
     """[features, rows] of a matrix in DTYPE, or e4m3 or int8 if ROUNDED. from_row: [1, rows] pointers. pairs: loaded
-    bytes of paired formats, of which nibble `half` is used."""
+    bytes of paired formats; nibble `half` counts."""
     inside = ks[:, None] < K
     if FORMAT <= E4M3:
         w = tl.load(from_row + ks[:, None], mask=inside, other=0.0)
@@ -163,8 +163,8 @@ def product(
 ):
     """[BLOCK_M, BLOCK_N] float32: rows of x times rows of a StoredMatrix, added in order of k. x_rows: [BLOCK_M]
     pointers. ROUNDED: x is e4m3 (or bits), or int8 for integer matrices, with exact sums; x_scales: [BLOCK_M] pointers
-    to the rows' scales, one per group for e4m3, one per row for integers. share: [BLOCK_M] float32, factor of x if
-    SHARED. rows: [BLOCK_N] int64, counted through the stack. DTYPE: of x before rounding."""
+    to rows' scales, per group for e4m3, per row for integers. share: [BLOCK_M] float32, factor of x if SHARED. rows:
+    [BLOCK_N] int64, counted through the stack. DTYPE: of x before rounding."""
     PAIRS: tl.constexpr = FORMAT >= I4
     WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3
     SUMS: tl.constexpr = tl.int32 if WHOLE else tl.float32
