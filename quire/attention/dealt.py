@@ -1,6 +1,5 @@
-"""Attention of ranks that hold the same key heads and keep a part of a sequence's tokens each. A rank attends with its
-neighbours' query heads, too, to its own tokens; then each head's partial results are merged from all ranks by their
-sums of weights."""
+"""Attention of ranks with the same key heads and a part of a sequence's tokens each. A rank attends to its own tokens
+with its neighbours' query heads too; then each head's partial results are merged by their sums of weights."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ class DealtTokens:
 
     @property
     def first(self) -> int:
-        """First of the ranks that share the tokens."""
+        """Number in `group` of the first rank that shares the tokens."""
         return self.group.rank - self.deal.rank
 
     def gather(self, width: int, x: torch.Tensor) -> torch.Tensor:
-        """First `width` columns of the neighbours' x, [T, any], side by side."""
+        """First `width` columns of the neighbours' x (queries before attention), [T, any], side by side."""
         return torch.cat(self._parts(x[:, :width]), dim=1)
 
     def merge(self, num_heads: int, head_dim: int, parts: torch.Tensor) -> torch.Tensor:
@@ -63,6 +62,6 @@ def merge_parts(parts: list[torch.Tensor], first: int, num_heads: int, head_dim:
 
 
 def _exponentials(values: torch.Tensor) -> torch.Tensor:
-    """Exponentials from the C library, for equal bits."""
+    """Exponentials from the C library, for the native merge's bits."""
     found = [math.exp(value) if value == value else value for value in values.double().flatten().tolist()]
     return torch.tensor(found, dtype=torch.float64).view(values.shape).float()

@@ -1,5 +1,4 @@
-"""Attention batch of a step on a device. Sizes are on the host, so grids need no device query; tensors have addresses
-that CUDA graphs rely on."""
+"""Attention batch of a step on a device: sizes on the host, tensors at addresses that CUDA graphs rely on."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class DeviceStateStep:
     batch_invariant: bool = True
 
     def floats(self, layer: int) -> torch.Tensor:
-        """[num_blocks, elements of a page] float32 view of the pool."""
+        """[num_blocks, elements of a page] float32 view of the layer's pages, for kernels."""
         pages = self.pages[layer]
         return pages[:, : pages.shape[1] // 4 * 4].view(torch.float32)
 

@@ -16,7 +16,7 @@ class EncoderStep(AttentionStep):
     """Bidirectional step, one sequence at a time, so no bit depends on other sequences."""
 
     def __init__(self, spans: tuple[tuple[int, int], ...]) -> None:
-        """Step over whole sequences. spans: first row of each sequence, and its end."""
+        """spans: first row of each sequence, and its end."""
         self._spans = spans
 
     def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
@@ -39,7 +39,7 @@ class EncoderAttention:
     """AttentionBackend of encoders."""
 
     def plan(self, batch: AttentionBatch) -> EncoderStep:
-        """Sequences must be in the batch from their first token on."""
+        """Plan a step of whole sequences, in the batch from their first token on."""
         assert not bool(batch.start_positions.any()), "an encoder computes whole sequences"
         bounds: list[int] = batch.query_start.tolist()
         return EncoderStep(tuple(pairwise(bounds)))

@@ -1,4 +1,4 @@
-"""Prompts over latents with keys and values expanded per head, in torch, a few heads and a piece of the keys at a time.
+"""Prompts over latents, expanded to keys and values per head in torch, a few heads and keys at a time.
 
 Whole prompts are cheaper expanded; few tokens after a long context stay absorbed; the two forms give different bits.
 """
@@ -22,8 +22,8 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Sequence whose tokens in a step are expanded. sequence: index in the batch; tokens: its tokens in the step;
-    start: position of the first."""
+    """Sequence whose latents a step expands. sequence: index in the batch; tokens: its tokens in the step; start:
+    position of the first."""
 
     sequence: int
     tokens: slice
@@ -31,7 +31,7 @@ class Prompt:
 
     @property
     def num_keys(self) -> int:
-        """Tokens of the sequence after the step."""
+        """Keys to expand: the sequence's tokens after the step."""
         return self.start + self.tokens.stop - self.tokens.start
 
 
@@ -47,7 +47,7 @@ def expanded_prompts(rule: ExpansionRule, query_start: np.ndarray, starts: np.nd
 
 
 def rest_of(batch: AttentionBatch, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, AttentionBatch] | None:
-    """Tokens of the other sequences, and their batch; None if none."""
+    """Tokens ([N], indices) and batch of the sequences attended absorbed; None if none."""
     is_rest = torch.ones(len(batch.start_positions), dtype=torch.bool)
     is_rest[[prompt.sequence for prompt in prompts]] = False
     index = torch.nonzero(is_rest)[:, 0]

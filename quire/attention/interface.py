@@ -15,7 +15,7 @@ from quire.kernels.value import AnyValue, Value
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """S scheduled sequences with T tokens, concatenated. Host tensors."""
+    """S scheduled sequences with T tokens, concatenated. Host tensors, from the worker for `plan`."""
 
     query_start: torch.Tensor
     """[S + 1] int64: tokens of sequence s are query_start[s]:query_start[s + 1]."""
@@ -67,8 +67,7 @@ IndexInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue]
 class AttentionStep:
     """Planned step that layers call for attention; a back end implements what its models use. Values are rows of the T
     tokens, as tensors or placeholders, and may be overwritten. rotation: result of `Operations.rotation`, or None. A
-    token sees the positions of its sequence up to its own (or `AttentionBatch.last_seen`); an encoder's token sees its
-    whole sequence."""
+    token sees its sequence's positions up to its own (or `AttentionBatch.last_seen`); an encoder's, all."""
 
     __slots__ = ()
 
@@ -92,8 +91,8 @@ class AttentionStep:
     def attend_expanded(
         self, shape: LatentShape, expansion: LatentExpansion, inputs: LatentInputs, rotation: AnyValue | None
     ) -> Value:
-        """Like `attend_latent`, but expand prompts where that is cheaper (`ExpansionRule`). The queries of `inputs` are
-        [T, num_heads * nope_dim]. Returns [T, num_heads * value_dim]."""
+        """`attend_latent`, but with prompts expanded where that is cheaper (`ExpansionRule`). The queries of `inputs`
+        are [T, num_heads * nope_dim]. Returns [T, num_heads * value_dim]."""
         raise NotImplementedError
 
     def select_keys(self, shape: IndexShape, inputs: IndexInputs, rotation: AnyValue | None) -> Value:
@@ -106,5 +105,5 @@ class AttentionBackend(Protocol):
     """Plans the attention of a step over the pool's tensors; owns no memory."""
 
     def plan(self, batch: AttentionBatch) -> AttentionStep:
-        """Plan a step for a model's forward pass."""
+        """Plan a step, before the model's forward pass."""
         ...

@@ -22,8 +22,8 @@ Inputs: TypeAlias = tuple[Buffer, Buffer, Buffer, Buffer]
 
 class NativeAttention:
     """Pool's memory for recorded kernels, and the plan of each step. pages[j]: [num_blocks, page bytes] uint8.
-    cache_dtype: a key of CACHE_TYPES. num_heads: query heads per layer. num_threads: threads of the kernels' pool.
-    dealt: ranks that share the tokens of layers whose spec says so (None: no layer does)."""
+    cache_dtype: a key of CACHE_TYPES. num_heads: query heads per layer. num_threads: of the kernels' pool. dealt: ranks
+    that share tokens, in layers whose spec says so (None: no layer)."""
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class NativeAttention:
         return self._plans.plans
 
     def plan_beside(self, batch: AttentionBatch) -> list[_native.AttentionPlan]:
-        """Plans by KV group for some sequences of the last planned step; valid until the next call."""
+        """Further plans by KV group, for some sequences or other ranks' rows of the planned step; valid until the next
+        call."""
         return self._plans_beside.set(batch)
 
     @property
@@ -201,7 +202,7 @@ class RecordedAttention(AttentionStep):
 
 
 def write_rows(heads: HeadWeights, qkv: Buffer, rotation: Buffer | None, constants: dict[str, Any]) -> Buffer:
-    """Record the preparation of rows in place and the write of their keys and values, without attention."""
+    """Record norms and rotation of rows, in place, and the write of their keys and values, without attention."""
     return qkv.recorder.call(
         "attention",
         qkv.width,
@@ -215,7 +216,7 @@ def write_rows(heads: HeadWeights, qkv: Buffer, rotation: Buffer | None, constan
 
 
 class NativeAttentionStep(RecordedAttention):
-    """One step. plans: one per KV group, valid until the back end plans again."""
+    """One planned step, also a recording's. plans: one per KV group, valid until the back end plans again."""
 
     __slots__ = ("batch", "plans")
 

@@ -11,8 +11,8 @@ from quire.kernels.cpu.recorder import Buffer
 
 
 class NativeEncoder:
-    """AttentionBackend without a pool; programs are recorded for any step. is_narrow: True for bfloat16 weights:
-    programs then round queries, keys, values and weights to bfloat16, as torch does."""
+    """AttentionBackend without a pool; programs are recorded for any step. is_narrow: bfloat16 weights: programs round
+    queries, keys, values and weights to bfloat16, as torch does."""
 
     def __init__(self, is_narrow: bool) -> None:
         precision = _native.MatmulPrecision

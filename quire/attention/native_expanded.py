@@ -34,7 +34,7 @@ class ExpandingAttention(AttentionStep):
         self._rest: tuple[torch.Tensor, list[_native.AttentionPlan]] | None = None
 
     def plan(self, batch: AttentionBatch) -> bool:
-        """Prepare a step; returns False without prompts to expand: use the ordinary program."""
+        """Prepare a step before its program runs. Returns False without prompts to expand: use the ordinary program."""
         self._prompts = expanded_prompts(self.rule, batch.query_start.numpy(), batch.start_positions.numpy())
         self._batch, self._rest = batch, None
         found = rest_of(batch, self._prompts) if self._prompts else None
@@ -51,7 +51,8 @@ class ExpandingAttention(AttentionStep):
         return inputs[0].recorder.call_torch(function, shape.num_heads * expansion.value_dim, (*inputs, *turned))
 
     def compute(self, shape: LatentShape, expansion: LatentExpansion, *rows: torch.Tensor) -> torch.Tensor:
-        """Result of `attend_expanded` for the prepared step. rows: its inputs, and the rotation."""
+        """Result of `attend_expanded` for the prepared step; the program calls it. rows: its inputs, and the
+        rotation."""
         query, turned_query, latent, turned_key = rows[:4]
         assert self._batch is not None, "plan comes before compute"
         out = query.new_empty(len(query), shape.num_heads * expansion.value_dim)
@@ -119,7 +120,7 @@ class ExpandingAttention(AttentionStep):
 
 
 class _Scratch:
-    """Pages of `layer`'s heads for one sequence of at most `num_keys` keys, in the back end's dtype."""
+    """Pages for the expanded heads of one sequence of at most `num_keys` keys, in the back end's dtype."""
 
     def __init__(self, layer: LayerAttention, num_keys: int, backend: NativeAttention, runtime: NativeRuntime) -> None:
         self.num_keys = num_keys

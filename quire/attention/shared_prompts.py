@@ -1,7 +1,6 @@
-"""Attention of ranks that share the tokens of prompts: each computes some rows of a step, and all keep every key.
+"""Attention of ranks that share prompts' tokens: each computes some rows of a step; all keep every key.
 
-A rank writes its rows' keys and values to its cache, then the others', which come over shared memory, before it attends
-with its rows.
+A rank writes its rows' keys and values to its cache, then the others', before it attends.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PREPARED = {"query_norm": 0, "key_norm": 0, "rotary_dim": 0, "length_floor": 0}
 
 
 class RowExchange:
-    """Exchange of rows between ranks that have different numbers of them."""
+    """Exchange of rows between ranks with different numbers of them."""
 
     def __init__(self, group: ProcessGroup, runtime: NativeRuntime) -> None:
         self.group = group
@@ -63,12 +62,13 @@ class KeyExchange:
         self._batch: AttentionBatch | None = None
 
     def start_step(self, counts: Sequence[int], others: AttentionBatch) -> None:
-        """counts: rows of all ranks in the step. others: rows of the other ranks, in rank order."""
+        """Plan the others' writes, before the first layer. counts: rows of all ranks in the step. others: rows of the
+        other ranks, in rank order."""
         self._counts, self._batch, self._plans = counts, others, self.backend.plan_beside(others)
 
     def exchange(self, heads: HeadWeights, qkv: torch.Tensor) -> torch.Tensor:
-        """Give this rank's keys and values, and write the others'. qkv: this rank's prepared rows; returns a column of
-        them."""
+        """Give this rank's keys and values, and write the others', in each layer. qkv: this rank's prepared rows;
+        returns a column of them."""
         shape = heads.shape
         found = self.rows.others(qkv[:, shape.num_heads * shape.head_dim :], self._counts)
         num_rows = len(found)
@@ -100,7 +100,7 @@ class SharedPromptsStep(NativeAttentionStep):
     __slots__ = ("_keys",)
 
     def __init__(self, keys: KeyExchange, step: NativeAttentionStep) -> None:
-        """step: planned for this rank's rows."""
+        """step: the plan of this rank's rows."""
         super().__init__(step.backend, step.plans, step.batch)
         self._keys = keys
 

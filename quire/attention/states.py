@@ -12,8 +12,8 @@ from quire.kv_cache.layout import KVCacheLayout
 
 
 class StateBackend:
-    """State groups of one pool. pages: by layer, [num_blocks, page bytes] uint8. batch_invariant: see
-    DeviceStateStep."""
+    """Plans each step's access to one pool's state groups. pages: by layer, [num_blocks, page bytes] uint8.
+    batch_invariant: see DeviceStateStep."""
 
     def __init__(
         self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor], *, batch_invariant: bool = True

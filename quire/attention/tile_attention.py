@@ -12,8 +12,8 @@ Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def attend_tiles(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Attention of one tile list's tokens, [num_tiles * tile_tokens, num_heads, value_width] float32. pages: the
-    layer's, in a shape of TorchAttention. q: [T, num_heads, head_dim]."""
+    """Attention of a tile list's tokens, [num_tiles * tile_tokens, num_heads, value_width] float32. pages: the layer's
+    (TorchAttention). q: [T, num_heads, head_dim]."""
     groups, dim, value_width = layer.num_kv_heads, layer.head_dim, layer.value_width
     per_group = layer.num_heads // groups
     used_rows = tiles.tile_tokens * per_group

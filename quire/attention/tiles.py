@@ -1,6 +1,6 @@
 """Division of a step's attention into work items of one shape, for the torch back end. A query tile is a few
-consecutive new tokens of one sequence, a key tile KEY_TILE positions at a multiple of KEY_TILE, an item one of each. A
-query's result does not depend on the batch: partial results merge in an order that depends only on tile numbers."""
+consecutive new tokens of one sequence, a key tile KEY_TILE positions at a multiple of KEY_TILE, an item one of each.
+Partial results merge by tile numbers, so a query's result does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ class Window:
 def plan_tiles(
     sequences: Sequences, *, heads_per_group: int, window: Window, item_bytes: tuple[int, int], limit: int
 ) -> list[TileList]:
-    """Divide a step into at most two lists: small tiles for sequences with few new tokens, large ones for others.
-    heads_per_group: query heads per key head. item_bytes: (fixed, per row) bytes of one item's computation; chunks use
-    up to `limit` bytes."""
+    """Divide a step into at most two lists: small tiles for sequences with few new tokens, large for others.
+    heads_per_group: query heads per key head. item_bytes: (fixed, per row) bytes of an item's computation; chunks use
+    up to `limit`."""
     few = sequences.num_tokens * heads_per_group <= SMALL_LIMIT
     lists = []
     for chosen, target_rows in ((few, SMALL_ROWS), (~few, LARGE_ROWS)):
@@ -251,6 +251,7 @@ def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray
 
 
 def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Owner of each item and its index with that owner: counts [3, 1] -> ([0, 0, 0, 1], [0, 1, 2, 0])."""
+    """Owner of each item (a sequence, a tile) and its index with that owner: counts [3, 1] -> ([0, 0, 0, 1], [0, 1, 2,
+    0])."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

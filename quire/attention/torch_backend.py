@@ -49,10 +49,10 @@ class TorchAttention:
 
 
 class TorchAttentionStep(AttentionStep):
-    """One step. Work lists are shared by layers of a kind."""
+    """One planned step. Layers of a kind share its work lists."""
 
     def __init__(self, layers: dict[int, tuple[int, torch.Tensor]], block_size: int, batch: AttentionBatch) -> None:
-        """Step over the pool's pages. layers: token group and pages of each layer."""
+        """layers: token group and pages of each layer."""
         self._layers = layers
         self._block_size = block_size
         self._batch = batch

@@ -82,15 +82,15 @@ class TritonAttention:
         self._kernels: dict[int, _LayerKernels] = {}
 
     def plan(self, batch: DeviceBatch) -> TritonAttentionStep:
-        """Plan without queries and launches, valid for graph replays too."""
+        """Plan a step without device queries or launches, valid for graph replays too."""
         return TritonAttentionStep(self, batch)
 
     def kernels(
         self, batch: DeviceBatch, shape: HeadShape, window: int | None, *, allow_warp_groups: bool = False
     ) -> tuple[Tiles | None, SplitPlan | None]:
         """Tiles of the varlen kernel and plan of the split kernel for a batch and head shape (None: that kernel does
-        not run). The split kernel, if it runs, computes sequences with at most `SplitPlan.tokens` new tokens; it never
-        runs where tokens see later ones. allow_warp_groups: see `varlen_tiles`."""
+        not run). The split kernel computes sequences with at most `SplitPlan.tokens` new tokens; never where tokens see
+        later ones. allow_warp_groups: see `varlen_tiles`."""
         sees_ahead = batch.last_seen is not None
         split = None if sees_ahead else self._split_plan(shape, batch.num_seqs, batch.max_seq_len, window)
         if split is not None and batch.max_query_len <= split.tokens:
@@ -105,7 +105,7 @@ class TritonAttention:
         return varlen_tiles(shape, *lengths, self._limits, allow_warp_groups=allow_warp_groups), split
 
     def layer(self, heads: HeadWeights) -> _LayerKernels:
-        """Kernels of a layer, bound to its weights and pages at first use."""
+        """Kernels of a layer, bound to weights and pages at first use."""
         number = heads.shape.layer
         bound = self._kernels.get(number)
         if bound is None or bound.heads is not heads:
@@ -136,7 +136,7 @@ class TritonAttention:
 
 
 class LayerPages(NamedTuple):
-    """One layer's memory. group: its KV group of tokens."""
+    """One layer's memory in the pool. group: its KV group of tokens."""
 
     group: int
     shape: HeadShape
@@ -155,7 +155,7 @@ class _LayerKernels:
         self._split: dict[tuple[Tiles, int], SplitAttention] = {}
 
     def varlen(self, tiles: Tiles, *, sees_ahead: bool) -> VarlenAttention | WarpGroupAttention:
-        """sees_ahead: for batches with `last_seen`."""
+        """Prompt kernel with these tiles. sees_ahead: for batches with `last_seen`."""
         found = self._varlen.get((tiles, sees_ahead))
         if found is None:
             layer = self.heads.shape
@@ -177,7 +177,7 @@ class _LayerKernels:
 
 
 class TritonAttentionStep(AttentionStep):
-    """One step. Operations write to `out` if given, else to a new tensor; inputs are contiguous."""
+    """One planned step. Operations write to `out` if given, else to a new tensor; inputs are contiguous."""
 
     def __init__(self, backend: TritonAttention, batch: DeviceBatch) -> None:
         self._backend = backend
@@ -261,8 +261,8 @@ class TritonAttentionStep(AttentionStep):
 
 
 class DeviceLatents:
-    """Latent kernels, bound to a layer's pages at first use. max_num_seqs, max_model_len: largest batch for the
-    scratch, which all layers share. pages: KV group and memory by layer."""
+    """Latent kernels, bound to a layer's pages at first use. max_num_seqs, max_model_len: largest batch, for all
+    layers' scratch. pages: KV group and memory by layer."""
 
     def __init__(
         self,
@@ -284,7 +284,8 @@ class DeviceLatents:
         self._kernels: dict[int, LatentKernels] = {}
 
     def add_layer(self, layer: int, group: int, pages: torch.Tensor) -> None:
-        """group: index among the KV groups of tokens. pages: [num_blocks, block_size, width], in kernel blocks."""
+        """Register a layer when the pool is allocated. group: index among the KV groups of tokens. pages: [num_blocks,
+        block_size, width], in kernel blocks."""
         self.pages[layer] = group, pages
         if self._scratch is None:
             num_heads, max_num_seqs, max_model_len = self._sizes
@@ -316,7 +317,7 @@ class TritonEncoderStep(AttentionStep):
 
 
 class TritonEncoder:
-    """Device's attention back end without a pool. Sequences are in a batch from their first token on."""
+    """Attention back end of encoders on a device, without a pool. Sequences are in a batch whole."""
 
     def plan(self, batch: DeviceBatch) -> TritonEncoderStep:
         return TritonEncoderStep(batch.query_start)

@@ -22,8 +22,8 @@ Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 
 class DeviceExpansion:
-    """Owner of the scratch, shared by all layers: for `max_num_keys` keys and part of the heads, allocated at first
-    use."""
+    """Attends with expanded prompts, in scratch of all layers for `max_num_keys` keys and part of the heads, allocated
+    at first use."""
 
     def __init__(self, max_num_keys: int, limits: DeviceLimits) -> None:
         self._max_num_keys = max_num_keys
@@ -78,8 +78,8 @@ class DeviceExpansion:
         work: tuple[Sequence[Prompt], DeviceBatch],
         out: torch.Tensor,
     ) -> None:
-        """Attend with part of the heads. query: both parts of the step's queries, the second rotated. kept: [blocks,
-        block_size, width], the prompts' latents."""
+        """Attend with one part of the heads. query: both parts of the step's queries, the second rotated. kept:
+        [blocks, block_size, width], the prompts' latents."""
         lot, batch = work
         first = part * expansion.heads
         num_heads = min(expansion.heads, shape.num_heads - first)
@@ -128,7 +128,7 @@ class DeviceExpansion:
         return prompts if num_drafts is None else [each for each in prompts if not num_drafts[each.sequence]]
 
     def _lots(self, prompts: Sequence[Prompt], block_size: int) -> list[list[Prompt]]:
-        """Groups of prompts whose keys fit in the scratch together, in order."""
+        """Runs of prompts whose keys fit in the scratch together."""
         lots: list[list[Prompt]] = []
         room = 0
         for prompt in prompts:
@@ -192,7 +192,7 @@ def _gather(
 
 
 def _rest(batch: DeviceBatch, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, DeviceBatch] | None:
-    """Tokens of the sequences not expanded, and their batch; None if none."""
+    """Tokens ([N], indices) and batch of the sequences not expanded; None if none."""
     assert batch.host is not None, "a step with prompts says where they begin"
     starts = batch.host.query_start
     index = np.setdiff1d(np.arange(len(starts) - 1), [prompt.sequence for prompt in prompts])

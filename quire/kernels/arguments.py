@@ -20,7 +20,7 @@ IntegersT = TypeVar("IntegersT", int, np.ndarray, torch.Tensor)
 @dataclass(frozen=True, slots=True)
 class NormWeights:
     """Weights of a norm. weight, bias: [size] in the activations' dtype (or float32: the product is rounded once);
-    None: ones and zeros. centred: True for LayerNorm, which subtracts the mean, else RMSNorm."""
+    None: ones and zeros. centred: LayerNorm (subtracts the mean), else RMSNorm."""
 
     size: int
     weight: torch.Tensor | None
@@ -37,7 +37,7 @@ class LengthScale:
     strength: float
 
     def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """Factor of each position's queries. positions: [T] integers. Returns [T] float32."""
+        """Factors of queries at `positions` ([T] integers), [T] float32."""
         steps = (positions + 1).div(self.floor, rounding_mode="floor")
         return (torch.log1p(steps.double()) * self.strength + 1.0).float()
 
@@ -51,7 +51,7 @@ def first_seen(positions: IntegersT, window: int, *, is_chunked: bool) -> Intege
 @dataclass(slots=True)
 class CacheScale:
     """Scales of a layer's keys and values in an e4m3 cache: stored = value / scale, computed in float32. Set while the
-    checkpoint is loaded, before any attention."""
+    checkpoint loads, before any attention."""
 
     key: float = 1.0
     value: float = 1.0
@@ -59,11 +59,10 @@ class CacheScale:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """Parameters of one layer's attention. scale: factor of q·k. window: tokens seen, the own one included (None: all);
-    with is_chunked, size of chunks; in encoders, maximum distance on either side. length_scale: factors of queries
-    (None: none). soft_cap: scores become cap * tanh(score / cap) (None: off). value_dim: size of a value head (None:
-    head_dim). sinks: [num_heads] float32, extra score per head without a value (None: none). cache_scale: 1 unless the
-    cache is e4m3."""
+    """Parameters of one layer's attention. scale: factor of q·k. window: tokens seen, own included (None: all); with
+    is_chunked, size of chunks; in encoders, maximum distance on either side. soft_cap: scores become cap * tanh(score /
+    cap) (None: off). value_dim: size of a value head (None: head_dim). sinks: [num_heads] float32, extra score per head
+    without a value (None: none). cache_scale: 1 unless the cache is e4m3."""
 
     layer: int
     num_heads: int
@@ -101,7 +100,7 @@ class HeadWeights:
 @dataclass(frozen=True, slots=True)
 class RotaryFrequencies:
     """Frequencies of rotary positions. inverse_frequencies: [rotary_dim / 2] float32. magnitude: factor of cos and sin.
-    axes: [rotary_dim / 2] int32, which of a token's three positions rotates an element (None: one position)."""
+    axes: [rotary_dim / 2] int32, which of three positions rotates an element (None: one position)."""
 
     inverse_frequencies: torch.Tensor
     magnitude: float
@@ -153,10 +152,10 @@ class ExpansionRule:
 
 @dataclass(frozen=True, slots=True)
 class LatentExpansion:
-    """Layer's matrices between latents and heads, for models that expand prompts. nope_dim: unrotated elements of a
-    head's key; value_dim: elements of its value. absorb: queries [T, num_heads * nope_dim] -> [T, num_heads * rank].
-    values: attended vectors [T, num_heads * rank] -> [T, num_heads * value_dim]. parts: one per `heads` heads, in
-    order: latents [N, rank] -> [N, heads * (nope_dim + value_dim)], keys and values."""
+    """Layer's matrices between latents and heads, to expand prompts. nope_dim: unrotated elements of a head's key;
+    value_dim: its value's. absorb: queries [T, num_heads * nope_dim] -> [T, num_heads * rank]. values: attended vectors
+    [T, num_heads * rank] -> [T, num_heads * value_dim]. parts: one per `heads` heads, in order: latents [N, rank] ->
+    [N, heads * (nope_dim + value_dim)], keys and values."""
 
     nope_dim: int
     value_dim: int
@@ -195,7 +194,7 @@ NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Float32 tensor of `shape` at `offset` bytes in the pages of `layer`."""
+    """Part of a state page: float32 tensor of `shape` at `offset` bytes in the pages of `layer`."""
 
     layer: int
     offset: int
@@ -215,7 +214,7 @@ class StatePart:
 class ConvolutionWeights:
     """Causal convolution per channel. kernel: [width, channels] float32, last row for the token itself; bias:
     [channels] float32 or None. activation: name in `kernels/activation.py`, or None. layer, offset: place of the last
-    inputs in a page. num_spare: inputs kept beyond width - 1, so as many tokens can be taken back."""
+    inputs in a page. num_spare: inputs kept beyond width - 1, for tokens taken back."""
 
     kernel: torch.Tensor
     bias: torch.Tensor | None
@@ -274,13 +273,14 @@ class DeltaRule:
 
     @property
     def end_offset(self) -> int:
-        """Bytes of a page that the rule uses."""
+        """Bytes of a page up to the rule's end: where the convolution's inputs begin."""
         return self.decays.end_offset
 
 
 @dataclass(frozen=True, slots=True)
 class GatedNormWeights:
-    """RMSNorm of each head, times SiLU of a gate. weight: [size] in the activations' dtype."""
+    """RMSNorm of each head, times SiLU of a gate (after the gated delta rule). weight: [size] in the activations'
+    dtype."""
 
     size: int
     weight: torch.Tensor
@@ -291,8 +291,8 @@ class GatedNormWeights:
 class Routing:
     """Choice of a token's experts. scoring: softmax over all experts, or sigmoid of each score. renormalise: chosen
     weights sum to 1. factor: multiplies the weights. bias: [num_experts] float32, added to the scores for the choice
-    only, or None. num_groups: groups of neighbouring experts, of which the best `top_groups` are available; a group's
-    score is the sum of its `group_best` best (DeepSeek V2: 1, V3: 2)."""
+    only, or None. num_groups: groups of neighbouring experts, the best `top_groups` available; a group's score sums its
+    `group_best` best (DeepSeek V2: 1, V3: 2)."""
 
     num_experts: int
     top_k: int
@@ -307,8 +307,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """activation(gate) * up. activation: name in `kernels/activation.py`. limit: the gate is clamped from above, up on
-    both sides, and 1 is added to up (GPT-OSS); None: none of this."""
+    """Middle of an expert's MLP: activation(gate) * up. activation: name in `kernels/activation.py`. limit: the gate is
+    clamped from above, up on both sides, and 1 is added to up (GPT-OSS); None: none of this."""
 
     activation: str
     limit: float | None = None
@@ -316,8 +316,8 @@ class Gating:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Counters of the rows that experts compute. by_expert: [num_experts] int64. num_rows: [1] integer, number of
-    leading rows that are no padding; None: all."""
+    """Counters of the rows that experts compute. by_expert: [num_experts] int64. num_rows: [1] integer, leading rows
+    that are no padding; None: all."""
 
     by_expert: torch.Tensor
     num_rows: torch.Tensor | None = None

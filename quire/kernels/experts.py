@@ -73,7 +73,7 @@ def add_experts(
 
 
 def _added(parts: torch.Tensor, shares: torch.Tensor, *, weighs_input: bool) -> torch.Tensor:
-    """Weighted sum of experts' results: [T, top_k, size] -> [T, size]."""
+    """Weighted sum, in order, of experts' results: [T, top_k, size] -> [T, size]."""
     out = torch.zeros_like(parts[:, 0])
     for place in range(parts.shape[1]):
         part = parts[:, place]
@@ -113,7 +113,7 @@ def _expert(
 
 
 def _open_groups(routing: Routing, preference: torch.Tensor) -> torch.Tensor:
-    """Minus infinity for experts outside the best groups."""
+    """`preference` ([T, num_experts]) with minus infinity outside the best groups."""
     members = preference.unflatten(1, (routing.num_groups, -1))
     best = members.sort(dim=-1, descending=True).values[..., : routing.group_best]
     worth = best[..., 0]

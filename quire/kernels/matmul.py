@@ -11,7 +11,7 @@ bits."""
 
 
 def padded_rows(num_rows: int) -> int:
-    """Row count with which a product of `num_rows` rows is computed."""
+    """Row count, a multiple of ROWS, with which a product of `num_rows` rows is computed."""
     return -(-num_rows // ROWS) * ROWS
 
 

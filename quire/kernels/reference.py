@@ -22,8 +22,8 @@ def norm(weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
 
 
 def write_kv(pages: torch.Tensor, key_rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Store a layer's keys and values in its pages. pages: [num_blocks, 2, block_size, num_kv_heads, head_dim],
-    contiguous. key_rows: [T] int64, from `key_rows`. key, value: [T, num_kv_heads, head_dim], any float dtype."""
+    """Store keys and values ([T, num_kv_heads, head_dim], any float dtype) in a layer's pages, [num_blocks, 2,
+    block_size, num_kv_heads, head_dim], contiguous. key_rows: [T] int64, from `key_rows`."""
     block_size = pages.shape[2]
     rows = pages.view(-1, *pages.shape[3:])
     write_rows(rows, key_rows, key)
@@ -64,9 +64,9 @@ def paged_attention_dense(
     layer: LayerAttention,
     last_seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One sequence's attention over its pages, token by token, in query's dtype. block_table: [blocks of the sequence]
-    int. query: [n, num_heads, head_dim] of the tokens from start_position on, whose keys and values are written.
-    last_seen: [n], see AttentionBatch. Returns [n, num_heads, value_width]."""
+    """One sequence's attention over its pages, token by token, in query's dtype. block_table: [blocks] int. query: [n,
+    num_heads, head_dim] from start_position on; their keys and values are written. last_seen: [n], see AttentionBatch.
+    Returns [n, num_heads, value_width]."""
     length = start_position + query.shape[0]
     positions = torch.arange(length)
     if pages.dim() == 4:

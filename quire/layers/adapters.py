@@ -1,5 +1,5 @@
-"""Low-rank adapters of linear layers: y = x W^T + scale * (x A^T) B^T, with A and B of the token's slot. Slots count
-from 1, 0: no adapter; a step column (ADAPTER_SLOTS) holds a token's."""
+"""Low-rank adapters of linear layers: y = x W^T + scale * (x A^T) B^T, with A and B of the token's slot: 0, no adapter,
+or from 1 on (step column ADAPTER_SLOTS)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ PANEL = 16
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Outputs of a linear layer from one checkpoint matrix. whole: rows of that matrix; start, local: this rank's
-    share."""
+    """Outputs of a linear layer from one checkpoint matrix. whole: its rows; start, local: this rank's share."""
 
     whole: int
     start: int
@@ -33,8 +32,8 @@ class Part:
 @dataclass(eq=False, slots=True)
 class AdapterStack:
     """Adapters of one linear layer, by slot. in_features, in_start: this rank's inputs. in_whole: inputs over all
-    ranks. parts: outputs by checkpoint matrix. pieces: parts that share one A and B. is_interleaved: True if gate
-    and up alternate by PANEL columns in the product; known once the weights are loaded."""
+    ranks. parts: outputs by checkpoint matrix. pieces: parts that share one A and B. is_interleaved: gate and up
+    alternate by PANEL columns in the product; known once weights are loaded."""
 
     in_features: int
     in_start: int
@@ -62,7 +61,7 @@ class AdapterStack:
 
 
 class AdapterStorage(Protocol):
-    """Storage of adapter matrices for one kind of kernels."""
+    """Storage of adapter matrices (A, B) for one kind of kernels."""
 
     num_slots: int
     max_rank: int
@@ -83,12 +82,12 @@ class AdapterStorage(Protocol):
         ...
 
     def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> Any:
-        """`Adapters.step` for slots, [T]; None if no token has an adapter. rows: read tokens (None: all)."""
+        """`Adapters.step` for slots, [T], made at a pass's start; None if no token has an adapter. rows: read tokens
+        (None: all)."""
         ...
 
     def steps_so_far(self) -> Callable[[], None]:
-        """Function that waits, in any thread, for the steps started so far. A load calls it before it writes a slot's
-        matrices."""
+        """Function that waits, in any thread, for steps started so far; a load calls it before writing a slot."""
         ...
 
 
@@ -103,7 +102,7 @@ class LowRank:
 
 
 class TorchAdapterStorage:
-    """Matrices as tensors, for torch operators."""
+    """AdapterStorage of tensors, for torch operators."""
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
@@ -132,7 +131,7 @@ def nothing_runs() -> None:
 
 
 class StepSlots:
-    """Slots of a step's tokens, [T]. rows: read tokens (None: all)."""
+    """Adapter slots of a step's tokens, [T], in torch. rows: read tokens (None: all)."""
 
     def __init__(self, slots: torch.Tensor, rows: torch.Tensor | None) -> None:
         self._slots, self._rows = slots, rows
@@ -143,7 +142,7 @@ class StepSlots:
 
 
 class Adapters:
-    """Adapters of one model's layers, and the slots of the current step."""
+    """Adapters of one model's layers, and (`step`) the slots of the current pass."""
 
     def __init__(self, storage: AdapterStorage) -> None:
         self.storage = storage
@@ -154,7 +153,7 @@ class Adapters:
         """Slots of the run of a recorded program."""
 
     def add_layer(self, stack: AdapterStack, is_interleaved: Callable[[], bool]) -> None:
-        """Register a layer. is_interleaved: returns the product's layout once the weights are loaded."""
+        """Register a layer as it is built. is_interleaved: returns the product's layout once the weights are loaded."""
         self.stacks.append((stack, is_interleaved))
 
     def weights_are_loaded(self) -> None:
@@ -164,8 +163,8 @@ class Adapters:
             self.storage.attach(stack)
 
     def begin(self, slots: Indices | None, rows: ReadRows | None) -> None:
-        """Start a pass. slots: [T] (None: no token has an adapter, and the pass costs nothing more). rows: read
-        tokens."""
+        """Start a forward pass (Decoder.forward). slots: [T] (None: no token has an adapter, and the pass costs nothing
+        more). rows: read tokens."""
         if not isinstance(slots, torch.Tensor):
             self._step = slots
         else:
@@ -196,11 +195,10 @@ def add_adapted(stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: St
 
 
 class AdapterPlace:
-    """Target of the A and B of one checkpoint matrix."""
+    """Target in the layers for an adapter's A and B of one checkpoint matrix."""
 
     def __init__(self, stack: AdapterStack, piece: int, order: torch.Tensor | None = None) -> None:
-        """Target of an adapter's tensors in a layer's stack. order: permutation from the checkpoint's rows to the
-        layer's; None: the same order."""
+        """order: permutation from the checkpoint's rows to the layer's; None: the same order."""
         self.stack, self.piece, self._order = stack, piece, order
 
     @property
@@ -211,7 +209,7 @@ class AdapterPlace:
 
     @property
     def local_elements(self) -> int:
-        """Elements of this rank's A and B per unit of adapter rank."""
+        """Elements of this rank's A and B per unit of adapter rank, for the reserved memory."""
         parts = self.stack.pieces[self.piece]
         return self.stack.in_features + sum(self.stack.parts[part].local for part in parts)
 
@@ -220,13 +218,13 @@ class AdapterPlace:
         return AdapterPlace(self.stack, self.piece, order)
 
     def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        """Store A, [rank, inputs], and B, [outputs, rank], of any floating dtype, in a slot."""
+        """Store A, [rank, inputs], and B, [outputs, rank], any floating dtype, in a slot."""
         own_a, own_b = self.stack.share(self.piece, a, b if self._order is None else b[self._order])
         storage.load(self.stack, slot, self.piece, LowRank(own_a, own_b, scale))
 
 
 class SplitPlace(AdapterPlace):
-    """Target of adapters of a matrix whose rows belong to several layers."""
+    """AdapterPlace of a checkpoint matrix whose rows belong to several layers."""
 
     def __init__(self, rows: int, places: Sequence[tuple[AdapterPlace, torch.Tensor]]) -> None:
         """rows: the checkpoint's. places: each layer's target, and its rows."""
@@ -255,6 +253,6 @@ def split_place(rows: int, places: Sequence[AdapterPlace | None], orders: Sequen
 
 
 def padded(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
-    """Pad one dimension with zeros to a multiple."""
+    """Pad one dimension with zeros to a multiple, for native panels."""
     missing = -tensor.shape[dim] % multiple
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, missing)) if missing else tensor

@@ -19,9 +19,9 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 
 class Attention:
-    """Grouped-query self-attention with fused query, key and value projections. Ranks share the heads. shape: heads,
-    scale and window of the whole layer. norm, norm_epsilon: head norms of queries and keys (None: none). has_sinks: a
-    learned score per head without a value. Raises ConfigError for heads that the back end does not support."""
+    """Grouped-query self-attention with fused query, key and value projections; ranks share the heads. shape: of the
+    whole layer. norm, norm_epsilon: head norms of queries and keys (None: none). has_sinks: a learned score per head
+    without a value. Raises ConfigError for heads that the back end does not support."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Attention:
         rows: ReadRows | None = None,
     ) -> Value:
         """x, residual (or None): [T, hidden_size] -> [T, hidden_size]; the residual is overwritten. rotation: cos and
-        sin at the tokens' positions, or None. rows: [R], tokens whose results are needed (None: all); then the result
-        is [R, hidden_size], while keys and values of all tokens are kept."""
+        sin at the tokens' positions, or None. rows: [R], tokens whose results are needed (None: all): then [R,
+        hidden_size], while all keys and values are kept."""
         return self.attend(self._project(x), residual, rotation, step, rows)
 
     def attend(
@@ -81,7 +81,7 @@ class Attention:
         step: AttentionStep,
         rows: ReadRows | None,
     ) -> Value:
-        """Call after its first product. projected: queries, keys and values."""
+        """`__call__` after the first product. projected: queries, keys and values, one row per token."""
         attended = step.attend(self._heads, projected, rotation)
         if rows is not None:
             attended = self._operations.gather_rows(attended, rows)
@@ -89,7 +89,7 @@ class Attention:
         return self._output(attended, residual)
 
     def cache_spec(self) -> LayerSpec:
-        """KV-cache spec of this rank's share."""
+        """KV-cache spec of this rank's heads, for the cache's layout."""
         shape, dtype = self._heads.shape, self._cache_dtype
         widths = (shape.num_kv_heads, shape.head_dim, shape.value_width)
         sizes = (*widths, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
@@ -98,8 +98,8 @@ class Attention:
         return (ChunkedSpec if shape.is_chunked else SlidingWindowSpec)(*sizes, window=shape.window)
 
     def slots(self, qkv: tuple[str, ...], output: str, *, transposed: bool = False) -> WeightSlots:
-        """Slots by checkpoint names. qkv: names of the projections (one if fused). output: name of the output
-        projection. transposed: the checkpoint stores [in, out]. Head norms are q_norm and k_norm."""
+        """Slots by checkpoint names. qkv: the projections' (one if fused). output: the output projection's. transposed:
+        the checkpoint stores [in, out]. Head norms are q_norm and k_norm."""
         slots = {
             **self._qkv.slots(qkv, transposed=transposed),
             **self._output.slots(output, transposed=transposed),

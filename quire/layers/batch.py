@@ -21,9 +21,9 @@ class ForwardBatch(NamedTuple):
     """One step's T tokens, flat. Tensors, or placeholders while a model is recorded. token_ids, slot_positions: [T];
     the position determines the KV slot and the visible tokens. attention: planned step of the back end. logits_rows:
     [R] distinct, ascending, tokens whose hidden states are read (None: all). states: pages of layers with recurrent
-    state, or None. columns: [T] each, by name (quire/worker/columns.py). version: equal versions other than 0 mean the
-    same tensors at the same addresses. hidden: [T, size], input of the first layer in later stages and draft heads
-    (None: embeddings). overlay: rows over embeddings, or None. taps: layers whose results `forward` also returns. Each
+    state, or None. columns: [T] each, by name (quire/worker/columns.py). version: equal ones other than 0 mean the same
+    tensors and addresses. hidden: [T, size], input of the first layer in later stages and draft heads (None:
+    embeddings). overlay: rows over embeddings, or None. taps: layers whose results `forward` also returns. Each
     combination of the last three is recorded or captured apart."""
 
     token_ids: Indices

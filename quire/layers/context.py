@@ -22,10 +22,10 @@ from quire.quantization.interface import LinearMethod
 class LayerContext:
     """Context that every layer is built with. dtype, device: type and place of activations and norm weights.
     cache_dtype: dtype of keys and values, a key of CACHE_DTYPE_BYTES. group: ranks that share each layer. operations:
-    computes everything but linear maps and attention. linear, vocabulary, positions: storage of linear layers,
-    vocabulary matrices, and position tables (and routers). expert_counts: counters of the experts' rows, or None.
-    cache_scales: scales of an fp8 cache by layer. adapters: model's adapters, or None. stage: layers that this rank
-    computes. expert_placement, balancer, dealt_to: see LoadConfig."""
+    all but linear maps and attention. linear, vocabulary, positions: storage of linear layers, vocabulary matrices, and
+    position tables (and routers). expert_counts: counters of the experts' rows, or None. cache_scales: scales of an fp8
+    cache by layer. adapters: model's adapters, or None. stage: layers that this rank computes. expert_placement,
+    balancer, dealt_to: see LoadConfig."""
 
     dtype: torch.dtype
     device: torch.device
@@ -50,10 +50,10 @@ class LayerContext:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """Target of one checkpoint tensor. shape: the checkpoint's whole shape. load: copies this rank's share of such a
-    tensor (any dtype), or of a quantised one of `matrix_shape`. nbytes: stored bytes of the share. dummy_mean,
-    dummy_std: random weights. transposed: the checkpoint stores [in, out]. turned: it may store [in, out] although
-    `shape` is [out, in]. adapter: target of adapters, or None."""
+    """Target of one checkpoint tensor. shape: the checkpoint's. load: copies this rank's share of such a tensor (any
+    dtype), or of a quantised one of `matrix_shape`. nbytes: stored bytes of the share. dummy_mean, dummy_std: random
+    weights. transposed: the checkpoint stores [in, out]. turned: it may store [in, out] although `shape` is [out, in].
+    adapter: target of adapters, or None."""
 
     shape: tuple[int, ...]
     load: LoadWeight

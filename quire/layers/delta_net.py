@@ -20,7 +20,7 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:
-    """Sizes of a layer. width: taps of the convolution. num_spare: see `ConvolutionWeights`."""
+    """Sizes of a gated delta net. width: taps of the convolution. num_spare: see `ConvolutionWeights`."""
 
     hidden_size: int
     num_key_heads: int
@@ -34,8 +34,8 @@ class DeltaNetShape:
 class GatedDeltaNet:
     """x -> residual + output(norm(rule(convolution(qkv(x)), gates(x))) * silu(z(x))). layer: number in the cache.
     epsilon: the norm's. activation: after the convolution. projections_by_head, gates_by_head: the checkpoint has one
-    matrix with rows grouped by key head, else two. Ranks share the key heads; raises ConfigError for ranks that do not
-    divide them."""
+    matrix, rows grouped by key head, else two. Ranks share the key heads; raises ConfigError if they do not divide
+    them."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class GatedDeltaNet:
         self._output = RowParallelLinear(wide, size, bias=False, context=context)
 
     def __call__(self, x: Value, residual: Value, states: StepStates | None, rows: ReadRows | None = None) -> Value:
-        """Gated delta net of a step: [T, hidden_size] -> [T, hidden_size]; the residual is overwritten. rows: [R],
-        tokens whose results are needed (None: all); then the result is [R, hidden_size]."""
+        """[T, hidden_size] -> [T, hidden_size]; the residual is overwritten. rows: [R], tokens whose results are needed
+        (None: all): then [R, hidden_size]."""
         operations = self._operations
         qkv = operations.short_convolution(self._convolution, self._qkv(x), states)
         result = operations.gated_delta_rule(self._rule, qkv, self._gates(x), states)

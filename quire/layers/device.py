@@ -30,8 +30,9 @@ from quire.layers.operations import SharedOperations, require_equal_widths
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayers:
-    """Options of a model on `device` (a GPU, or the host in Triton's interpreter). batch_invariant: rows of products
-    have the same bits in any batch, at some cost. converts_e4m3, rounds_activations: see PackedDeviceLinear."""
+    """Options for loading a model's layers on `device` (a GPU, or the host in Triton's interpreter). batch_invariant:
+    rows of products have the same bits in any batch, at some cost. converts_e4m3, rounds_activations: see
+    PackedDeviceLinear."""
 
     device: torch.device
     batch_invariant: bool = False

@@ -18,7 +18,7 @@ class Event(Protocol):
     """Point in a stream of the device, which other streams or the host wait for."""
 
     def synchronize(self) -> None:
-        """Wait on the host."""
+        """Wait on the host until the stream passes it."""
         ...
 
 
@@ -33,13 +33,13 @@ class LoadStreams(Protocol):
         ...
 
     def record(self) -> Event:
-        """Current point in the context's stream."""
+        """Current point in the calling context's stream, to wait for."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class DeviceMatrices:
-    """Layer's adapters for the kernels. starts: by piece, its start in a slot of `matrices.b`."""
+    """One layer's adapters as Triton kernels read them. starts: by piece, its start in a slot of `matrices.b`."""
 
     matrices: AdapterMatrices
     starts: list[int]
@@ -86,7 +86,7 @@ class DeviceAdapterStorage:
 
 
 class DeviceSlots:
-    """Slots of a step's tokens, sorted at their first use."""
+    """Adapter slots of a step's tokens; the first layer that uses them sorts them."""
 
     def __init__(self, slots: torch.Tensor, rows: torch.Tensor | None, num_slots: int) -> None:
         self._slots, self._rows, self._num_slots = slots, rows, num_slots

@@ -10,8 +10,8 @@ from quire.quantization.interface import LinearMethod, LinearShape
 
 
 class Embedding:
-    """Table of `num_rows` vectors of `size`, stored by `method`. Each rank holds ceil(num_rows / ranks) rows, the
-    last ones possibly fewer. Raises ConfigError if one would hold none."""
+    """Table of `num_rows` vectors of `size`, stored by `method`. Each rank holds ceil(num_rows / ranks) rows, the last
+    maybe fewer. Raises ConfigError if one would hold none."""
 
     def __init__(self, num_rows: int, size: int, method: LinearMethod, context: LayerContext) -> None:
         self.method = method

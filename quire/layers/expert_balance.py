@@ -1,4 +1,4 @@
-"""Experts that change their ranks between steps, a few before each, so ranks compute equally many rows."""
+"""Experts that change their ranks between steps, so ranks compute equally many rows."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class BalancedExperts:
         self.placement = placement
 
     def check(self, number: int) -> None:
-        """Raise ModelLoadError if experts are not stored alike, here and on other ranks; all ranks call it. number: of
-        the layer among those with experts."""
+        """Raise ModelLoadError if experts are not stored alike, here and on other ranks; all ranks call it at start.
+        number: of the layer among those with experts."""
         kinds = {tuple((tensor.dtype, tuple(tensor.shape)) for tensor in self._stored(slot)) for slot in self._slots}
         own = torch.tensor([[len(kinds), self.nbytes]])
         found = self._group.all_gather(own, dim=0)
@@ -49,7 +49,7 @@ class BalancedExperts:
         return sum(tensor.nbytes for tensor in self._stored(0))
 
     def apply(self, move: Move) -> None:
-        """Move an expert's weights to another rank, or swap two."""
+        """Carry out a move of an expert's weights between ranks; all ranks call it."""
         here, there = (move.source, move.source_slot), (move.to, move.to_slot)
         given = self._broadcast(*here)
         if move.is_swap:
@@ -94,22 +94,23 @@ class ExpertBalancer:
 
     @property
     def num_redundant(self) -> int:
-        """Copies of experts in a layer, on all ranks together."""
+        """Expert copies a layer adds, on all ranks together."""
         return self._config.num_redundant_experts
 
     def add_layer(self, layer: BalancedExperts) -> None:
         self.layers.append(layer)
 
     def begin(self) -> None:
-        """Forget the steps so far: the counters have been set to zero. All ranks call it. Raises ModelLoadError for
-        experts that cannot change places."""
+        """Forget the steps so far, after warm-up, which reset the counters. All ranks call it. Raises ModelLoadError
+        for experts that cannot change places."""
         self._num_steps = 0
         self._marks.clear()
         for number, layer in enumerate(self.layers):
             layer.check(number)
 
     def before_step(self) -> None:
-        """Look at the rows of a window that has ended, or make some moves. All ranks call it before the same steps."""
+        """Look at the rows of a window that has ended, or make some moves. All ranks' workers call it before the same
+        steps."""
         if not self._moves and self._undecided:
             self._decide(*self._undecided.popleft())
         budget = BYTES_A_STEP

@@ -11,7 +11,7 @@ from quire.kernels.arguments import RowCounts
 
 @dataclass
 class ExpertCounters:
-    """Counters by mixture of experts, in order. num_rows: see `RowCounts`; set before each pass."""
+    """Counters by mixture of experts, in order. num_rows: see `RowCounts`; set each pass."""
 
     by_layer: list[torch.Tensor] = field(default_factory=list)
     num_rows: torch.Tensor | None = None

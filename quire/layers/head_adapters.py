@@ -12,7 +12,7 @@ from quire.layers.adapters import AdapterPlace, Adapters, AdapterStorage, StepSl
 
 @dataclass(frozen=True, slots=True)
 class HeadMatrices:
-    """a: [heads, rank, inputs]; b: [heads, outputs, rank]."""
+    """One adapter's matrices per head. a: [heads, rank, inputs]; b: [heads, outputs, rank]."""
 
     a: torch.Tensor
     b: torch.Tensor

@@ -1,5 +1,5 @@
-"""Loading of matrices with rows in another order in the checkpoint. GLM stores a rotated pair side by side; here its
-elements are half of the rotated part apart."""
+"""Loading of matrices whose checkpoint has another order of rows. GLM stores rotated pairs side by side; here they are
+half the rotated part apart."""
 
 from __future__ import annotations
 

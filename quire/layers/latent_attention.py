@@ -36,9 +36,9 @@ EXPANDED_HEADS = 16
 class LatentHeads:
     """Latent heads of a layer, over all ranks. rank: size of compressed keys and values. nope_dim, rope_dim: unrotated
     and rotated elements of a head's query. value_dim: size of a head's result. query_rank: size of compressed queries
-    (None: uncompressed). scale: factor of scores. bias: projections have biases, except of uncompressed queries.
-    interleaved: the checkpoint stores rotated pairs side by side. expansion_apart: expansion matrices per head,
-    transposed for keys (GGUF)."""
+    (None: uncompressed). scale: factor of scores. bias: of projections, except of uncompressed queries. interleaved:
+    the checkpoint stores rotated pairs side by side. expansion_apart: expansion matrices per head, transposed for keys
+    (GGUF)."""
 
     num_heads: int
     rank: int
@@ -115,8 +115,7 @@ class LatentAttention:
         step: AttentionStep,
         rows: ReadRows | None = None,
     ) -> Value:
-        """Latent attention of a step: [T, hidden_size] -> [T, hidden_size], or the read rows; the residual is
-        overwritten."""
+        """[T, hidden_size] -> [T, hidden_size], or the read rows; the residual is overwritten."""
         operations = self._context.operations
         queries = x
         if self._compress_query is not None and self._query_norm is not None:
@@ -135,7 +134,7 @@ class LatentAttention:
         return self._output(self._expand(attended) if self._expanded is None else attended, residual)
 
     def cache_spec(self) -> LatentSpec:
-        """KV-cache spec of the layer, on every rank."""
+        """KV-cache spec of the layer, the same on every rank."""
         dtype = self._context.cache_dtype
         sizes = self._shape.width, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0)
         return (
@@ -232,7 +231,7 @@ class LatentAttention:
             layer.load(local[rows - first])
 
     def _query_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of this rank's heads in the checkpoint's query matrix: unrotated, rotated."""
+        """Row numbers of this rank's heads in the checkpoint's query matrix: unrotated, rotated."""
         nope_dim, size = self._heads.nope_dim, self._heads.nope_dim + self._heads.rope_dim
         first_rows = size * (self._first_head + torch.arange(self._num_local))[:, None]
         plain, turned = torch.arange(nope_dim), nope_dim + self._turned_rows()
@@ -277,7 +276,7 @@ class LatentAttention:
 
 
 class _HeadMatrices:
-    """Matrix [out_features, in_features] per local head."""
+    """Matrix [out_features, in_features] per local head (absorbing queries, expanding values)."""
 
     def __init__(self, in_features: int, out_features: int, num_heads: int, context: LayerContext) -> None:
         self._linear, self._context = context.linear, context
@@ -301,8 +300,8 @@ class _HeadMatrices:
 
 
 class ExpandedHeads:
-    """Expansion matrices for prompts, beside the absorbed ones: keys and values of `num_heads` heads, `EXPANDED_HEADS`
-    per part. rank: size of compressed vectors."""
+    """Expansion matrices for prompts, beside the absorbed ones: keys and values, `EXPANDED_HEADS` heads per part. rank:
+    size of compressed vectors."""
 
     def __init__(self, rank: int, nope_dim: int, value_dim: int, num_heads: int, context: LayerContext) -> None:
         self._nope_dim, self._value_dim = nope_dim, value_dim

@@ -1,5 +1,5 @@
-"""Indexer of sparse latent attention (DeepSeek-V3.2): small heads that score all keys for each token. It keeps one key
-per token beside the latent."""
+"""Indexer of sparse latent attention (DeepSeek-V3.2): small heads that score all keys for each token, with one key per
+token beside the latent."""
 
 from __future__ import annotations
 

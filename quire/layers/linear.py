@@ -17,7 +17,7 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 class ColumnParallelLinear:
     """y = activation(x W^T + b) with outputs shared by the ranks. parts: output sizes of the fused matrices.
-    num_shares: shares per part; with fewer than ranks, neighbours hold the same share. gated: two equal parts, y =
+    num_shares: per part; with fewer than ranks, neighbours hold the same share. gated: two equal parts, y =
     activation(gate) * up. Raises ConfigError for parts that cannot be shared equally."""
 
     def __init__(
@@ -83,7 +83,7 @@ class ColumnParallelLinear:
 
 
 class AdaptedProduct:
-    """Product of a linear layer plus its adapters."""
+    """Product x W^T of a linear layer's share plus its adapters' results."""
 
     def __init__(self, context: LayerContext, parameters: Parameters, stack: AdapterStack) -> None:
         self._linear, self._operations, self._parameters = context.linear, context.operations, parameters
@@ -180,7 +180,7 @@ def _weight_shape(suffix: str, rows: int, columns: int, transposed: bool) -> tup
 
 
 def side_by_side(left: WeightSlot, right: WeightSlot) -> WeightSlot:
-    """Slot of a checkpoint's matrix whose first input features are those of `left`, the others those of `right`."""
+    """Slot of a checkpoint's matrix whose first input features are `left`'s, the others `right`'s."""
     widths = left.shape[1], right.shape[1]
 
     def load(tensor: WeightSource) -> None:
@@ -191,7 +191,7 @@ def side_by_side(left: WeightSlot, right: WeightSlot) -> WeightSlot:
 
 
 class LocalRows:
-    """Matrix [out_features, in_features] that is not shared."""
+    """Linear layer [out_features, in_features] that every rank holds whole."""
 
     def __init__(self, in_features: int, out_features: int, context: LayerContext, *, bias: bool = False) -> None:
         self._linear = context.linear

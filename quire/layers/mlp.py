@@ -28,7 +28,7 @@ class GatedMLP:
 
 
 class MLP:
-    """x -> residual + down(activation(up(x)))."""
+    """x -> residual + down(activation(up(x))), as in GPT-2, OPT and BERT."""
 
     def __init__(self, size: int, intermediate: int, activation: str, *, bias: bool, context: LayerContext) -> None:
         self._up = ColumnParallelLinear(size, (intermediate,), bias=bias, context=context, activation=activation)

@@ -21,11 +21,11 @@ from quire.quantization.interface import LinearShape
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Checkpoint names of a mixture's tensors. router: module with the router's "weight" (and "bias"). gate, up, down:
-    an expert's matrices, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts instead.
-    transposed: fused matrices are [in, out]. turned: either way round, told by their shape. interleaved: rows of fused
-    gate and up alternate. correction: bias added to scores only to choose experts. shared, shared_gate: shared expert
-    and its gate."""
+    """Checkpoint names of a mixture's tensors, by family. router: module with the router's "weight" (and "bias"). gate,
+    up, down: an expert's matrices, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts
+    instead. transposed: fused matrices are [in, out]. turned: either way round, told by their shape. interleaved: rows
+    of fused gate and up alternate. correction: bias added to scores only to choose experts. shared, shared_gate: shared
+    expert and its gate."""
 
     router: str = "gate"
     experts: str = "experts"
@@ -57,8 +57,8 @@ class MixtureShape:
 
 
 class SharedExpert:
-    """x -> residual + down(activation(gate(x)) * up(x)). is_gated: the result is scaled by the sigmoid of a further
-    one-output product of x."""
+    """x -> residual + down(activation(gate(x)) * up(x)). is_gated: the sigmoid of a further one-output product of x
+    scales the result."""
 
     def __init__(self, size: int, intermediate: int, activation: str, *, is_gated: bool, context: LayerContext) -> None:
         self._gate_up = ColumnParallelLinear(
@@ -82,9 +82,8 @@ class SharedExpert:
 
 
 class MixtureOfExperts:
-    """x -> residual + shared(x) + the weighted sum of the chosen experts' results. shared: shared expert, or None.
-    Ranks share each expert's inner width, or whole experts (`LayerContext.expert_placement`), and always the shared
-    expert's inner width."""
+    """x -> residual + shared(x) + the weighted sum of chosen experts' results. Ranks share each expert's inner width,
+    or whole experts (`LayerContext.expert_placement`); of the shared expert (or None) always the width."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ RANKS: int = _native.ADAPTER_RANKS
 
 @dataclass(slots=True)
 class NativeStack:
-    """Layer's adapters for the kernels. kept: by slot, tensors whose addresses the table holds."""
+    """One layer's adapters as native kernels read them. kept: by slot, tensors whose addresses the table holds."""
 
     table: _native.AdapterTable
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)

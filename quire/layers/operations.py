@@ -44,15 +44,15 @@ def require_equal_widths(heads: HeadWeights, backend: str) -> None:
 
 
 class Operations(Protocol):
-    """Operations of layers besides linear maps and attention. A value has a row per token, and all values of a model
-    are of its back end's kind. Rows are independent, bit by bit, except through states."""
+    """Operations of layers besides linear maps and attention. Values have a row per token and are of the back end's
+    kind. Rows are independent, bit by bit, except through states."""
 
     def norm(self, weights: NormWeights, x: AnyValue) -> Value:
         """[T, size] -> [T, size]."""
         ...
 
     def norm_columns(self, weights: NormWeights, x: AnyValue, start: int) -> Value:
-        """Normalise columns of x, [T, width], from `start` on, as many as there are weights; x is overwritten."""
+        """Normalise columns of x, [T, width], from `start` on, one per weight; x is overwritten."""
         ...
 
     def rotation(
@@ -63,7 +63,7 @@ class Operations(Protocol):
         ...
 
     def check_heads(self, heads: HeadWeights) -> None:
-        """Raise ConfigError for heads that the AttentionStep does not support."""
+        """Raise ConfigError, as a layer is built, for heads that the AttentionStep does not support."""
         ...
 
     def check_latent(self, shape: LatentShape) -> None:
@@ -136,8 +136,8 @@ class Operations(Protocol):
         ...
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: AnyValue) -> Value:
-        """Normalise the first columns of x, [T, width]: shares of rows that the norms (RMSNorms with weights, one after
-        the other) cover whole."""
+        """Normalise the first columns of x, [T, width]: shares of rows that `norms` (RMSNorms, one after the other)
+        cover whole."""
         ...
 
     def add_adapted(self, stack: AdapterStack, x: AnyValue, y: AnyValue, slots: Any) -> Value:
@@ -154,7 +154,7 @@ class Operations(Protocol):
 
 
 class SharedOperations:
-    """Operations that torch computes alike on every device."""
+    """Operations that torch computes alike on host and device; the base of both."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

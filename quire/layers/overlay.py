@@ -15,7 +15,7 @@ ValueT = TypeVar("ValueT", bound=Value)
 
 
 class Overlay(Protocol[ValueT]):
-    """Rows that replace some tokens' embeddings (such as an image's), and rows added to those tokens after layers."""
+    """Rows that replace some tokens' embeddings (an image's), and rows added to these tokens after layers."""
 
     @property
     def layers(self) -> Sequence[int]:
@@ -23,7 +23,7 @@ class Overlay(Protocol[ValueT]):
         ...
 
     def put(self, x: ValueT) -> ValueT:
-        """Embeddings x, [T, size], with the rows in place; x is overwritten."""
+        """Embeddings x, [T, size], with the rows in place, before the first layer; x is overwritten."""
         ...
 
     def add_behind(self, layer: int, x: ValueT) -> ValueT:

@@ -1,7 +1,7 @@
 """Rotary position embeddings with every scaling of Transformers.
 
-Dynamic NTK and longrope have the frequencies for `max_model_len` tokens, so chunking and caching change nothing; up to
-the trained length they equal Transformers'.
+Dynamic NTK and longrope use `max_model_len`'s frequencies, so chunking and caching change nothing; up to the trained
+length they are Transformers'.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from quire.layers.context import LayerContext
 
 
 class RotaryEmbedding:
-    """Rotations of positions. max_model_len: fixes the frequencies; see the module."""
+    """Rotations of a step's positions, once a pass for all layers that rotate alike. max_model_len: fixes the
+    frequencies."""
 
     def __init__(self, config: RopeConfig, max_model_len: int, context: LayerContext) -> None:
         frequencies, magnitude = rope_frequencies(config, max_model_len)
@@ -79,7 +80,7 @@ def _dynamic(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, floa
 
 
 def _llama3(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Stretch long wavelengths, keep short ones, blend between."""
+    """Frequencies of Llama 3: stretched long wavelengths, short ones kept, a blend between; and 1."""
     frequencies = _plain(config.theta, config.rotary_dim)
     wavelengths = 2 * math.pi / frequencies
     trained, low, high = config.original_max_position_embeddings, config.low_freq_factor, config.high_freq_factor
@@ -88,7 +89,8 @@ def _llama3(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float
 
 
 def _yarn(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Keep dimensions that rotate often within the trained length, stretch the others."""
+    """Frequencies and factor of YaRN: dimensions that rotate often within the trained length are kept, others
+    stretched."""
     factor, dim = _factor(config), config.rotary_dim
 
     def dimension_with(turns: float) -> float:

@@ -1,5 +1,5 @@
 """Layers with recurrent state (short convolution, gated delta rule, gated norm): their reference in torch. A page holds
-the state after a *border*, a multiple of STATE_BORDER tokens, and later tokens' rows
+the state after a *border*, a multiple of STATE_BORDER tokens, and later rows
 (docs/decisions/0032-states-at-borders.md)."""
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, states: Stat
 
 
 def _windows(states: StateStep, width: int, weights: ConvolutionWeights) -> tuple[torch.Tensor, ...]:
-    """Indices into the kept inputs (`num_kept` per sequence) followed by the step's tokens: [T, width] per token; [N,
-    num_kept] for the N blocks to write; these blocks, [N]; and the token counts at their ends."""
+    """Indices into kept inputs (`num_kept` per sequence) and then the step's tokens: [T, width] per token; [N,
+    num_kept] for N blocks to write; these blocks, [N]; and token counts at their ends."""
     kept, num_seqs = weights.num_kept, len(states.starts)
     windows, tails, sequences, numbers, ends = [], [], [], [], []
     for index, (start, (first, last)) in enumerate(
@@ -95,9 +95,9 @@ def gated_delta_rule(rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, st
 
 @dataclass(slots=True)
 class _Tiles:
-    """Next tokens of P sequences, up to the end of a tile of TILE rows at an absolute multiple of TILE. rows: [P,
-    TILE], in the tile's frame. tokens: [P, TILE], of the step; -1 for other rows. ends: [P], tokens computed
-    afterwards. is_last: [P], True if the step or a block ends with the tile."""
+    """Next tokens of P sequences, to the end of a tile at an absolute multiple of TILE. rows: [P, TILE], in the tile's
+    frame. tokens: [P, TILE], of the step; -1 for other rows. ends: [P], tokens computed afterwards. is_last: [P], True
+    if the step or a block ends with the tile."""
 
     sequences: torch.Tensor
     rows: torch.Tensor
@@ -205,7 +205,7 @@ class _Frames:
         out[tiles.tokens[piece, column]] = results[piece, :, column]
 
     def pass_borders(self, tiles: _Tiles) -> None:
-        """Advance the states of tiles that end at a border."""
+        """Advance the states of sequences whose tile ends at a border."""
         passing = tiles.sequences[tiles.ends % STATE_BORDER == 0]
         if not len(passing):
             return
@@ -256,6 +256,6 @@ def _unit(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x)) in float64."""
+    """log(1 + exp(x)) in float64, for decays."""
     wide = x.double()
     return (wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))).float()

@@ -63,7 +63,7 @@ class ModelAdapters:
         self.layers.weights_are_loaded()
 
     def reserved_bytes(self) -> int:
-        """Maximum memory of the adapters in bytes: all slots filled at the maximum rank."""
+        """Maximum bytes of adapters, all slots filled at the maximum rank, counted as weights in the memory profile."""
         places = [slot.adapter for slot in self._slots.values() if slot.adapter is not None]
         return self._config.slot_bytes(sum(place.local_elements for place in places))
 
@@ -134,7 +134,8 @@ def _bare(module: str) -> str:
 
 
 def read_matrices(path: Path) -> Matrices:
-    """Read all pairs of A and B. Raises ModelLoadError for other tensors and incomplete pairs."""
+    """Read all pairs of A and B from an adapter's weight file. Raises ModelLoadError for other tensors and incomplete
+    pairs."""
     matrices: Matrices = {}
     for name, tensor in _tensors(path):
         match = _TENSOR.fullmatch(name)

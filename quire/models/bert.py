@@ -20,7 +20,7 @@ PADDING_INDEX = 1
 
 
 class BertLayer(UncachedLayer):
-    """norm(x + attention(x)), then norm(x + mlp(x))."""
+    """BERT's layer: norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
         fields, size = model_fields(config), config.hidden_size

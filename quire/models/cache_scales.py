@@ -32,8 +32,8 @@ def load_cache_scales(
     tensors: Tensors, scales: Mapping[int, CacheScale], config: ModelConfig, where: object
 ) -> Tensors:
     """Copy the cache's scales to `scales` (by layer, for an e4m3 cache only) and yield the other tensors. Scales of
-    queries are ignored; other unused ones are counted in the log. where: the checkpoint, for the log. Raises
-    ModelLoadError naming an invalid scale."""
+    queries are ignored; the log counts other unused ones. where: the checkpoint, for the log. Raises ModelLoadError
+    naming an invalid scale."""
     why_not = _why_left_out(config)
     family = ARCHITECTURES.get(config.architecture)
     drafts = "" if family is None else family.draft_prefix
@@ -61,7 +61,8 @@ def load_cache_scales(
 
 
 def stored_cache_scales(files: WeightFiles) -> dict[str, list[float]]:
-    """All KV-cache scales in a checkpoint, by name. Raises ModelLoadError for unreadable files."""
+    """All KV-cache scales in a checkpoint, by name, for the cache's identity on disk. Raises ModelLoadError for
+    unreadable files."""
     found = ((name, tensor) for name, tensor in files.stream(lambda done, total: None) if _SCALE.search(name))
     return {name: _read(tensor).flatten().tolist() for name, tensor in found}
 

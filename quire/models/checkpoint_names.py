@@ -25,8 +25,8 @@ SourceT = TypeVar("SourceT", bound=WeightSource)
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """base: prefix (with its dot) that checkpoints of the headless model leave out. surplus: pattern of tensors in old
-    checkpoints that no model needs."""
+    """base: prefix (with dot) that checkpoints of the headless model lack. surplus: pattern of unneeded tensors in old
+    checkpoints."""
 
     base: str
     surplus: re.Pattern[str]
@@ -39,8 +39,8 @@ class CheckpointNames:
         return cls(family.checkpoint_base, re.compile(family.checkpoint_surplus + head))
 
     def find(self, name: str, slots: Collection[str], elsewhere: Collection[str], tensor: WeightSource) -> str | None:
-        """Slot of a checkpoint's tensor; None if it is not needed or belongs to other ranks (`elsewhere`). Raises
-        ModelLoadError for an unknown tensor.
+        """Slot of a checkpoint's tensor; None if unneeded or other ranks' (`elsewhere`). Raises ModelLoadError for an
+        unknown tensor.
 
         Biases of zeros without a slot are ignored.
         """
@@ -65,9 +65,9 @@ _PLAIN = re.compile(r"lm_head\.|model\.(?:layers|embed_tokens|norm)\.")
 def language_tensors(
     tensors: Iterable[tuple[str, SourceT]], where: object, draft_prefix: str = ""
 ) -> Iterator[tuple[str, SourceT]]:
-    """Language model's tensors in a multimodal checkpoint, under a text-only one's names: `language_model.model.X`,
-    `model.language_model.X` and `model.X`. The others are skipped, with a line in the log. where: the checkpoint, for
-    the log. draft_prefix: prefix of the draft head's tensors; "" without one."""
+    """Multimodal checkpoint's language-model tensors under a text-only one's names: `language_model.model.X`,
+    `model.language_model.X` and `model.X`. Others are skipped, with a line in the log. where: the checkpoint, for the
+    log. draft_prefix: the draft head's tensors' ("": none)."""
     skipped: Counter[str] = Counter()
     for name, tensor in tensors:
         inner = _LANGUAGE_MODEL.fullmatch(name)
@@ -83,7 +83,7 @@ def language_tensors(
 
 
 def vision_tensors(tensors: Iterable[tuple[str, SourceT]]) -> Iterator[tuple[str, SourceT]]:
-    """Vision tower's tensors in a multimodal checkpoint, under the tower's own names."""
+    """Multimodal checkpoint's vision tensors under the tower's own names."""
     for name, tensor in tensors:
         own = _VISUAL.fullmatch(name)
         if own is not None:
@@ -96,8 +96,8 @@ def fill_slots(
     weights: Iterable[tuple[str, WeightSource]],
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Load every slot. elsewhere: slots of other ranks, whose tensors are not read. Raises ModelLoadError naming a
-    tensor that is surplus, misshapen, integer without scales, duplicate or missing."""
+    """Load every slot. elsewhere: other ranks' slots, whose tensors are not read. Raises ModelLoadError naming a
+    surplus, misshapen, unscaled integer, duplicate or missing tensor."""
     loaded: set[str] = set()
     for name, tensor in weights:
         slot_name = names.find(name, slots, elsewhere, tensor)

@@ -24,8 +24,8 @@ SHARING = 2
 
 
 def excess(config: ModelConfig, model: LoadableModel, files: WeightFiles) -> str | None:
-    """Message if the files are too small for the weights that config.json describes, else None. model: from `outline`.
-    Raises ModelLoadError for a missing file."""
+    """Message if files are too small for config.json's weights, else None. model: from `outline`. Raises ModelLoadError
+    for a missing file."""
     quantization = config.quantization
     is_quantized = quantization is not None and quantization.checkpoint_format is not None
     bits = quantization.bits if quantization is not None and is_quantized else PLAIN_BITS
@@ -41,7 +41,8 @@ def excess(config: ModelConfig, model: LoadableModel, files: WeightFiles) -> str
 
 
 def check_dummy(config: ModelConfig, available: int) -> None:
-    """Raise InsufficientMemoryError if random weights for `config` take more than `available` bytes."""
+    """Raise InsufficientMemoryError, before loading, if random weights for `config` take more than `available`
+    bytes."""
     bits = 8 * config.dtype_bytes if config.quantization is None else config.quantization.bits
     shapes = [slot.shape for slot in outline(config).slots.values()]
     num_weights, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes))

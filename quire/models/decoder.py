@@ -31,12 +31,12 @@ from quire.quantization.integer_weight import WeightSource
 
 
 class DecoderLayer(Protocol):
-    """One layer of a decoder."""
+    """One layer of a decoder; Decoder runs a list of them."""
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
     ) -> Value:
-        """[T, hidden] -> [T, hidden]. rotation: None in a model without rotary positions. rows: [R], the tokens whose
+        """[T, hidden] -> [T, hidden]. rotation: None in a model without rotary positions. rows: [R], tokens whose
         results are needed (None: all); the result is then [R, hidden]."""
         ...
 
@@ -50,8 +50,8 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """Model as a list of layers. Rows enter as embeddings, or as the previous stage's hidden states, and leave
-    through a final norm."""
+    """Model as a list of layers. Rows enter as embeddings, or the previous stage's hidden states, and leave by a final
+    norm."""
 
     columns: tuple[str, ...] = ()
     _tokens: Embedding
@@ -87,7 +87,7 @@ class Decoder:
             self.slots |= prefixed(f"{prefix}.{index}", layer.slots())
 
     def project_vectors(self, head: OutputHead) -> None:
-        """Make `compute_logits` apply `head` to pooled vectors."""
+        """Make `compute_logits` apply `head` to pooled vectors, for pooling models."""
         self._head = head
         self.slots |= self._stage.at_exit(head.slots())
 
@@ -95,12 +95,12 @@ class Decoder:
         return [layer.cache_spec() for layer in self._layers]
 
     def tables(self) -> tuple[Embedding, OutputHead]:
-        """Embedding and the output projection, for a head for drafts that has none of its own."""
+        """Embedding and output projection, for a draft head without its own."""
         return self._tokens, self._head
 
     def stage(self, numbers: range) -> Self:
-        """View that runs only these layers, with this model's weights and KV-cache layers. Stages after the first
-        take `ForwardBatch.hidden`, which all but the last return."""
+        """View that runs only these layers, with the same weights and KV-cache layers. Stages after the first take
+        `ForwardBatch.hidden`, which all but the last return."""
         view = copy(self)
         view._numbers, view._is_end = numbers, self._is_end and numbers.stop == len(self._layers)
         return view
@@ -139,7 +139,7 @@ class Decoder:
         return ForwardResult(x if last is None else self.leave(x), tapped)
 
     def first_rows(self, batch: ForwardBatch) -> Value:
-        """Input of this stage's first layer, [T, size]."""
+        """Input of this stage's first layer, [T, size]: embeddings, or rows from the stage before."""
         if batch.hidden is not None:
             return self._copied(batch.hidden)
         x = self.embed(batch.token_ids)
@@ -199,7 +199,7 @@ FeedForward = Callable[[Value, Value], Value]
 
 
 class PreNormLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); subclasses make the parts."""
+    """Base of layers x + attention(norm(x)), then x + mlp(norm(x)); subclasses make both parts."""
 
     _attention_norm: RMSNorm | LayerNorm
     _attention: Attention | LatentAttention
@@ -239,7 +239,7 @@ class LlamaLayer(PreNormLayer):
         self._mlp, self._mlp_slots = self.make_mlp(config, context, layer)
 
     def make_mlp(self, config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots]:
-        """MLP or its replacement, and its slots by their names inside the layer."""
+        """MLP or a subclass's replacement, and its slots by their names inside the layer."""
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         width, activation = fields.integer("intermediate_size"), read_activation(config)
         mlp = GatedMLP(config.hidden_size, width, activation, bias=family.mlp_bias.read(fields), context=context)

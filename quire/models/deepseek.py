@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 
 class DeepseekLayer(PreNormLayer):
-    """Latent attention, and an MLP or experts."""
+    """DeepSeek's layer: latent attention, and an MLP or experts."""
 
     _attention: LatentAttention
 
@@ -67,7 +67,7 @@ class DeepseekLayer(PreNormLayer):
 
 
 class DeepseekHead(DraftHead):
-    """Draft head stored as a layer after the model's. A further guess takes its results before the norm."""
+    """Draft head stored as a layer after the model's. A further guess takes its hidden states before the norm."""
 
     names = HeadNames("eh_proj", "enorm", "hnorm", "shared_head.norm")
     norm_class = RMSNorm
@@ -120,8 +120,7 @@ class DeepseekForCausalLM(TextDecoder):
 @dataclass(frozen=True, slots=True)
 class _ExpertChoice:
     """Expert selection of one generation. methods: allowed `topk_method`, default first; only `grouped` uses groups of
-    experts, each scored by its `group_best` best. corrects: scores get a correction bias for the selection, and the
-    weights are normalised."""
+    experts, scored by their `group_best` best. corrects: a correction bias selects, and weights are normalised."""
 
     scoring: Literal["softmax", "sigmoid"]
     methods: tuple[str, ...]

@@ -34,8 +34,8 @@ class HeadNames(NamedTuple):
 
 class DraftHead(Decoder):
     """Draft head for multi-token prediction. A batch brings `hidden`, [T, size], from the model or the previous guess,
-    and as token_ids the token after each. Returns the guesses' hidden states, input of a further guess. Tensor names:
-    Qwen3-Next's and Qwen 3.5's."""
+    and as token_ids the tokens after. Returns hidden states for a further guess. Tensor names: Qwen3-Next's and Qwen
+    3.5's."""
 
     names = HeadNames("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     norm_class: type[RMSNorm] = UnitOffsetRMSNorm
@@ -66,7 +66,7 @@ class DraftHead(Decoder):
         }
 
     def guess(self, index: int) -> DraftHead:
-        """Head of guess `index`, with that one layer. A checkpoint with a single layer uses it for every guess."""
+        """Head of guess `index`, with that one layer; checkpoints with one layer use it for every guess."""
         view = self.stage(range(index, index + 1))
         view._is_end = True
         return view
@@ -84,12 +84,12 @@ class DraftHead(Decoder):
 
 
 def with_draft_layers(config: ModelConfig) -> ModelConfig:
-    """Configuration with the draft head's layers after the model's."""
+    """Copy of the configuration with the draft head's layers after the model's."""
     shape = config.shape
     return replace(config, shape=replace(shape, layers=shape.layers + shape.draft_layers))
 
 
 def first_guess(model: CausalLM) -> CausalLM:
-    """Draft head with the layer of its first guess."""
+    """Draft head of `model` with its first guess's layer, for workers."""
     found: CausalLM = model.draft_head.guess(0)  # type: ignore[attr-defined]
     return found

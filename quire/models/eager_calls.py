@@ -29,7 +29,7 @@ class Attend(Protocol):
 
 
 class EagerCalls(Protocol):
-    """Factory of tensor functions from a layer context's weights and operations."""
+    """Factory of tensor functions from a layer context's weights and operations, for Transformers' modules."""
 
     rotates: bool
     """True if attention rotates queries and keys."""
@@ -46,7 +46,7 @@ class EagerCalls(Protocol):
         ...
 
     def release(self) -> None:
-        """Free working memory and references to the KV cache."""
+        """Free working memory and references to the KV cache, as `release_workspaces`."""
         ...
 
 

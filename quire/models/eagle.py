@@ -39,7 +39,7 @@ _NAMES = CheckpointNames("", re.compile(r"rotary_emb\.inv_freq$|^verifier_|^[dt]
 
 
 class PairAttention(Attention):
-    """Attention with queries, keys and values of two vectors side by side: an embedding and a hidden state."""
+    """Attention whose input is two vectors side by side: an embedding and a hidden state."""
 
     def __init__(self, hidden_size: int, shape: LayerAttention, *, context: LayerContext, **options: Any) -> None:
         super().__init__(hidden_size, shape, context=context, **options)
@@ -99,8 +99,8 @@ class UnnormedLayer(LlamaLayer):
 
 
 class EagleHead(Decoder):
-    """Draft head with its own checkpoint. A batch brings `hidden`: per token the model's hidden states, [T, width of
-    EagleConfig], or the head's own results, [T, size]; its token_ids are the following tokens."""
+    """EAGLE draft head, with its own checkpoint. A batch brings `hidden`: the model's, [T, width of EagleConfig], or
+    the head's own results, [T, size]; its token_ids are the following tokens."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class EagleHead(Decoder):
             raise ModelLoadError("tensor 'd2t' missing: it says which tokens the head guesses")
 
     def _without_ids(self, weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
-        """Tensors with weights. "d2t" (token of each logit minus the logit's number) sets `token_ids`."""
+        """Tensors that are weights. "d2t" (token of each logit minus the logit's number) sets `token_ids`."""
         for name, tensor in head_tensors(weights):
             if name != "d2t" or HEAD not in self.slots:
                 yield name, tensor
@@ -203,7 +203,7 @@ class EagleHead(Decoder):
 
 
 def head_tensors(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
-    """A checkpoint's tensors under one set of names: authors' files call the first layer "midlayer"."""
+    """EAGLE checkpoint's tensors under one set of names: authors' files call the first layer "midlayer"."""
     for name, tensor in weights:
         own = name.removeprefix("model.")
         yield (f"layers.0.{own.removeprefix('midlayer.')}" if own.startswith("midlayer.") else own), tensor

@@ -18,7 +18,7 @@ from quire.models.head import OutputHead
 
 
 class EmbedderHead:
-    """Head of a model that returns its pooled hidden states."""
+    """Placeholder head of a model whose pooled hidden states are the result; never called."""
 
     def __init__(self, size: int) -> None:
         self.input_size = size
@@ -31,14 +31,14 @@ class EmbedderHead:
 
 
 class UncachedLayer:
-    """Base of an encoder's layers."""
+    """Base of an encoder's layers, which keep no keys and values."""
 
     def cache_spec(self) -> LayerSpec:
         raise AssertionError("a layer of an encoder keeps nothing")
 
 
 class Encoder(Decoder):
-    """Bidirectional layers over whole sequences."""
+    """Model of bidirectional layers over whole sequences, for embeddings and classification."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class LoadableModel(Protocol):
 
 
 class CausalLM(Protocol):
-    """Decoder-only language model over a flat batch of tokens, without batch dimension or padding."""
+    """Decoder-only language model over a flat batch of tokens without padding."""
 
     @property
     def columns(self) -> Sequence[str]:
@@ -31,24 +31,23 @@ class CausalLM(Protocol):
         ...
 
     def cache_specs(self) -> list[LayerSpec]:
-        """KV-cache spec of each layer, by layer index."""
+        """KV-cache spec of each layer, by index, from which workers lay out the pool."""
         ...
 
     @property
     def output_size(self) -> int:
-        """Size of a token's last hidden state; differs from the layers' size if a projection follows them
-        (OPT-350m)."""
+        """Size of a token's last hidden state; a projection may change the layers' (OPT-350m)."""
         ...
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
-        """Run the layers. batch: holds tensors. Returns the hidden states after the final norm of the tokens in
-        `batch.logits_rows`, [R, output_size], or of all, [T, output_size], and those that `batch.taps` asks for. The
-        next call may overwrite them."""
+        """Run the layers over tensors. Returns hidden states after the final norm of tokens in `batch.logits_rows`, [R,
+        output_size], or of all, [T, output_size], and those that `batch.taps` asks for. The next call may overwrite
+        them."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, output_size]. Returns [R, vocab_size] float32 (on a device its dtype), with contiguous rows; the
-        caller and the next call may overwrite them."""
+        """Logits of hidden states, [R, output_size]: [R, vocab_size] float32 (on a device its dtype), with contiguous
+        rows; caller and next call may overwrite them."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
@@ -57,9 +56,9 @@ class CausalLM(Protocol):
         ...
 
     def release_workspaces(self) -> None:
-        """Free working memory, which the next call allocates again, and references to the KV cache."""
+        """Free working memory, which the next call allocates again, and references to the KV cache; for sleep."""
         ...
 
     def weight_bytes(self) -> int:
-        """Bytes of the parameters as stored."""
+        """Bytes of the parameters as stored, for memory profiles."""
         ...

@@ -55,8 +55,9 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class Extras(NamedTuple):
-    """expert_counts: counters of the rows that experts compute (None: off). adapters: model's adapters (None: off).
-    balancer: collects layers whose experts change their ranks (None: they stay)."""
+    """Optional parts that `load_model` gives the layers. expert_counts: counters of the rows that experts compute
+    (None: off). adapters: model's adapters (None: off). balancer: collects layers whose experts change their ranks
+    (None: they stay)."""
 
     expert_counts: ExpertCounters | None = None
     adapters: ModelAdapters | None = None
@@ -76,10 +77,11 @@ def load_model(
     extras: Extras = NO_EXTRAS,
     stage: Stage = WHOLE_MODEL,
 ) -> CausalLM:
-    """Build and load the model of `config`. Floating-point checkpoints are converted to `config.dtype`, or quantised as
-    `config.quantization` says, one matrix at a time. group: ranks that share each layer; this process loads its part.
-    runtime: native CPU kernels; device_layers: Triton kernels; neither: plain torch. stage: layers to load. progress:
-    called as (bytes done, bytes in all). Raises ModelLoadError naming file and tensor."""
+    """Build and load `config`'s model; workers call it at start. Floating-point checkpoints are converted to
+    `config.dtype`, or quantised as `config.quantization` says, matrix by matrix. group: ranks that share each layer;
+    this process loads its part. runtime: native CPU kernels; device_layers: Triton kernels; neither: plain torch.
+    stage: layers to load. progress: called as (bytes done, bytes in all). Raises ModelLoadError naming file and
+    tensor."""
     assert runtime is None or device_layers is None, "a model computes in one way"
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
     elsewhere: frozenset[str] = frozenset()
@@ -152,8 +154,8 @@ def load_head(
     runtime: NativeRuntime | None = None,
     device_layers: DeviceLayers | None = None,
 ) -> tuple[CausalLM, torch.Tensor | None]:
-    """Load a head with its own checkpoint for drafts of `model`; returns it and the tokens of its logits (None: all
-    in order). config: the head's. Others: see `load_model`, which loaded `model` with them. Raises ModelLoadError."""
+    """Load a draft head with its own checkpoint for `model`. Returns it and its logits' tokens (None: all in order).
+    config: the head's. Others: as `load_model` had for `model`. Raises ModelLoadError."""
     from quire.models.eagle import HEAD, EagleHead, head_tensors
 
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
@@ -200,8 +202,7 @@ def load_vision(
     device_layers: DeviceLayers | None = None,
 ) -> VisionEncoder:
     """Load the vision tower in `config.dtype` from a checkpoint's `visual.*` tensors. group: each rank has the whole
-    tower. runtime, device_layers: see `load_model`. Raises ModelLoadError naming file and key or tensor for
-    an unknown tower or a wrong checkpoint."""
+    tower. runtime, device_layers: see `load_model`. Raises ModelLoadError naming file and key or tensor."""
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
     vision = read_vision(config.architecture, config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
@@ -316,8 +317,7 @@ def _packed_device_linear(config: ModelConfig, plain: DeviceLinear, layers: Devi
 
 
 def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
-    """Raise ModelLoadError if config.json describes more weights than the files can hold; returns the whole model's
-    outline."""
+    """Raise ModelLoadError if config.json describes more weights than files can hold. Returns the model's outline."""
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:
@@ -357,7 +357,7 @@ def _named_errors(files: WeightFiles | GGUFWeights) -> Iterator[None]:
 
 
 def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress) -> Tensors:
-    """Language model's tensors in a directory, under the model's names."""
+    """Stream of a checkpoint's language-model tensors under the model's names, for `load_weights`."""
     tensors = files.stream(report)
     if config.is_multimodal:
         tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)
@@ -367,7 +367,7 @@ def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress
 def dummy_weights(
     slots: WeightSlots, seed: int, report: Progress, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights that depend only on the seed, the tensor's name and the device type."""
+    """Random weights (`--load-format dummy`) that depend only on the seed, the tensor's name and the device type."""
     sizes = {name: 4 * torch.Size(slot.shape).numel() for name, slot in slots.items()}
     done, total = 0, sum(sizes.values())
     for name, slot in slots.items():

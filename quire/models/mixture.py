@@ -18,8 +18,9 @@ from quire.models.decoder import FeedForward, LlamaLayer, LlamaLike
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """Family's mixture. prefix: name prefix of its tensors in a layer. renormalises: True if the chosen experts'
-    weights sum to 1. gates_shared: the shared expert has a gate. scoring, weighs_input: see Routing, MixtureShape."""
+    """Properties of a family's mixture. prefix: name prefix of its tensors in a layer. renormalises: True if the chosen
+    experts' weights sum to 1. gates_shared: the shared expert has a gate. scoring, weighs_input: see Routing,
+    MixtureShape."""
 
     prefix: str
     names: ExpertNames

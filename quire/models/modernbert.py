@@ -23,8 +23,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class ModernBertLayer(UncachedLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x)); layer 0 has no attention norm. is_sliding: tokens attend within
-    half of `local_attention`."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); layer 0 has no attention norm. is_sliding: attends within half of
+    `local_attention`."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int, *, is_sliding: bool) -> None:
         fields, size = model_fields(config), config.hidden_size
@@ -58,7 +58,7 @@ class ModernBertLayer(UncachedLayer):
 
 
 class PredictionHead:
-    """classifier(norm(activation(dense(x)))) of the pooled vector."""
+    """Classification head: classifier(norm(activation(dense(x)))) of the pooled vector."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         assert config.pooling is not None, "a classifier pools"

@@ -40,8 +40,8 @@ LINE_ELEMENTS = 16
 
 
 class BoundRun(NamedTuple):
-    """Program bound to the memory of one ForwardBatch version, and its result. Later decodes in the same memory reuse
-    it without calling torch."""
+    """Program bound to one ForwardBatch version's memory, and its result; later decodes there reuse it without
+    torch."""
 
     version: int
     run: Callable[[], None]
@@ -51,7 +51,7 @@ class BoundRun(NamedTuple):
 
 
 class BoundHead(NamedTuple):
-    """Head's program bound to one tensor of hidden states."""
+    """Head's program bound to one tensor of hidden states, and its logits."""
 
     hidden: torch.Tensor
     run: Callable[[], None]
@@ -59,9 +59,9 @@ class BoundHead(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Properties that distinguish the recorded bodies of a model. expands: prompts are expanded. adapts: some tokens
-    have adapters. width: size of incoming hidden states (0: tokens come in). overlaid: layers after which an overlay
-    adds rows (None: no overlay). taps: see ForwardBatch. shares: other ranks have the other rows."""
+    """Properties that distinguish a model's recorded bodies. expands: prompts are expanded. adapts: some tokens have
+    adapters. width: size of incoming hidden states (0: tokens come in). overlaid: layers after which an overlay adds
+    rows (None: no overlay). taps: see ForwardBatch. shares: other ranks have the other rows."""
 
     expands: bool = False
     adapts: bool = False
@@ -112,8 +112,8 @@ class NativeModel:
         expansion_rule: ExpansionRule | None = None,
         weight_bytes: int | None = None,
     ) -> None:
-        """expansion_rule: rule for a model that expands prompts, else None. weight_bytes: size of a file with mixed
-        formats; None: computed from the model's formats."""
+        """expansion_rule: of a model that expands prompts, else None. weight_bytes: of a file with mixed formats; None:
+        from the model's formats."""
         self._model = model
         self._weight_bytes = weight_bytes
         self._rule = expansion_rule
@@ -151,7 +151,7 @@ class NativeModel:
 
     @property
     def decoder(self) -> Decoder:
-        """Model whose layers are recorded."""
+        """Model whose layers are recorded, for a draft head that shares its tables."""
         return self._model
 
     @property
@@ -295,6 +295,6 @@ def _recorded(value: Value) -> Buffer:
 
 
 def _separate_rows(num_rows: int, width: int) -> torch.Tensor:
-    """[num_rows, width] float32, with a row stride that is no power of two."""
+    """[num_rows, width] float32 for logits, in rows of a stride that is no power of two."""
     stride = -(-width // LINE_ELEMENTS) * LINE_ELEMENTS + LINE_ELEMENTS
     return allocate(4 * num_rows * stride).view(torch.float32).view(num_rows, stride)[:, :width]

@@ -94,7 +94,7 @@ class _RecordedCall:
         self._widths: list[int] = []
 
     def compute(self, inputs: Sequence[torch.Tensor], plans: Any = ()) -> list[torch.Tensor]:
-        """inputs: [T, width] float32 each. Rows of the results are aligned to cache lines."""
+        """Run the program. inputs: [T, width] float32 each. Rows of the results are aligned to cache lines."""
         num_rows = len(inputs[0])
         program = self._program
         if program is None or program.max_rows < num_rows:

@@ -62,7 +62,7 @@ class OPTLayer(PreNormLayer):
 
 
 class OPTForCausalLM(Decoder):
-    """OPT. Embeddings may be narrower than the layers (`word_embed_proj_dim`); the output has the embeddings' size."""
+    """OPT. Embeddings and output may be narrower than the layers (`word_embed_proj_dim`)."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         fields = model_fields(config)

@@ -10,7 +10,7 @@ from quire.models.decoder import LlamaLike
 
 
 class ScoreHead:
-    """Linear layer `score`, without bias."""
+    """Classification head: a linear layer `score` without bias."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         assert config.pooling is not None, "a classifier pools"

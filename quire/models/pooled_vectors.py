@@ -10,8 +10,8 @@ from quire.layers.linear import ColumnParallelLinear
 
 
 class DenseHead:
-    """activation(W x + b) of each module in turn. Tensors are named `<folder>.linear.weight` and `.bias`; the module's
-    own file omits the folder. Raises ModelLoadError for modules whose sizes do not match."""
+    """activation(W x + b) of each module in turn. Tensors: `<folder>.linear.weight` and `.bias`; the module's file
+    omits the folder. Raises ModelLoadError for sizes that do not match."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         assert config.pooling is not None, "what has these modules pools"

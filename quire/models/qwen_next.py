@@ -42,8 +42,8 @@ _FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
 class GatedAttention(Attention):
-    """Attention times sigmoid(gate(x)), with head norms that multiply by 1 + weight. A checkpoint's query matrix holds
-    the gate too: each head's query rows, then its gate rows."""
+    """Attention times sigmoid(gate(x)), with head norms that multiply by 1 + weight. The checkpoint's query matrix
+    holds each head's query rows, then its gate rows."""
 
     def __init__(
         self, hidden_size: int, shape: LayerAttention, *, bias: bool, norm_epsilon: float, context: LayerContext

@@ -19,8 +19,8 @@ class QwenVLMixtureText(MixtureLlama):
 
 
 class QwenVLHybridText(HybridDecoder):
-    """HybridDecoder with the position columns if the checkpoint has a vision tower; otherwise a token's three positions
-    are equal."""
+    """HybridDecoder with position columns if the checkpoint has a vision tower; else a token's three positions are
+    equal."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         if config.vision is not None:

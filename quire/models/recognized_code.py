@@ -67,8 +67,8 @@ def own_mlp(module: nn.Module) -> Callable[[LayerContext], GatedMLP] | None:
 
 
 def replace_rotation(module: nn.Module, rotate: Callable[[Rotate], Rotate]) -> bool:
-    """Make a module's `forward` call rotate(apply_rotary_pos_emb) in place of apply_rotary_pos_emb; its other users
-    are unaffected. Returns False, with nothing changed, if that function is not LLaMA's."""
+    """Make a module's `forward` call rotate(apply_rotary_pos_emb) in place of apply_rotary_pos_emb; other users keep
+    it. Returns False, changing nothing, if that function is not LLaMA's."""
     forward = type(module).forward
     names = getattr(forward, "__globals__", {})
     known, half = names.get(_ROTARY), names.get("rotate_half")

@@ -21,7 +21,7 @@ in memory twice."""
 
 
 class BytesRead:
-    """Counter of the bytes read from files."""
+    """Counter of the bytes read from files, for loading progress."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -13,7 +13,7 @@ from quire.models.eager_calls import Compute
 
 @dataclass(slots=True)
 class Columns:
-    """Columns start .. start + width of one result (width None: all). is_whole: they must be contiguous."""
+    """Part of a shared result: columns start .. start + width (width None: all). is_whole: they must be contiguous."""
 
     result: int
     start: int = 0
@@ -35,7 +35,7 @@ class SharedInput:
         self._left: set[int] = set()
 
     def add_columns(self, columns: Columns) -> int:
-        """Returns the place to take these columns from."""
+        """Register columns that a Taker wants. Returns the place to take them from."""
         self._columns.append(columns)
         return len(self._columns) - 1
 
@@ -78,8 +78,8 @@ def _are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 class Taker(nn.Module):
-    """Stand-in for a module whose result is computed with others'. It has no hooks and skips torch's search for them,
-    which would double its time."""
+    """Stand-in for a module whose result is computed with others'. It skips torch's search for hooks, which would
+    double its time."""
 
     def __init__(self, shared: SharedInput, columns: Columns) -> None:
         super().__init__()

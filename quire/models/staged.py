@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ElsewhereLayer:
-    """Stand-in for a layer of another stage; only its cache spec is known."""
+    """Stand-in for a layer of another stage, with only its cache spec."""
 
     def __init__(self, spec: LayerSpec) -> None:
         self._spec = spec
@@ -73,8 +73,8 @@ class StagedModel:
         return self._model.output_size
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
-        """Run this stage's layers (CausalLM.forward). On all but the last stage the hidden states go to the next stage,
-        and the returned ones are meaningless."""
+        """Run this stage's layers (CausalLM.forward). On earlier stages hidden states go to the next one, and returned
+        ones are meaningless."""
         incoming, outgoing = self._stage.incoming, self._stage.outgoing
         if outgoing is not None:
             batch = batch._replace(logits_rows=None)  # the next stage needs all rows

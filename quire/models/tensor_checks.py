@@ -40,7 +40,7 @@ def check_name(name: object) -> str:
 
 
 def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Tensor, float64 as float32. Raises ModelLoadError unless it is dense real numbers in memory of their own, with no
+    """Tensor, float64 as float32. Raises ModelLoadError unless it is dense, real, in memory of its own, with no
     eight-bit floats but e4m3 and e8m0."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else "quantised by torch" if tensor.is_quantized else str(tensor.layout)

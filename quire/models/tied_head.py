@@ -29,8 +29,8 @@ SourceT = TypeVar("SourceT", bound=WeightSource)
 
 
 def with_head_of(config: ModelConfig, files: WeightFiles) -> tuple[ModelConfig, str]:
-    """Configuration with the tying that the files have, and the embedding's name if only HEAD is stored ("" otherwise).
-    Raises ModelLoadError for unreadable files."""
+    """Configuration with the files' tying, and the embedding's name if only HEAD is stored (else ""). Raises
+    ModelLoadError for unreadable files."""
     if not config.shape.is_tied or config.pooling is not None:
         return config, ""
     found = {name: tensor.dtype for name, tensor in _tables(files)}
@@ -66,8 +66,8 @@ def _tables(files: WeightFiles) -> Iterator[tuple[str, torch.Tensor | FileTensor
 
 
 def _digest(name: str, tensor: torch.Tensor | FileTensor, dtype: torch.dtype | None) -> bytes:
-    """Digest of shape and values. dtype: values are converted to it first (None: unchanged). Raises ModelLoadError for
-    a tensor that is no matrix."""
+    """Digest of shape and values. dtype: converts values first (None: unchanged). Raises ModelLoadError unless a
+    matrix."""
     shape = tuple(tensor.shape)
     if len(shape) != 2:
         raise ModelLoadError(f"tensor {name!r} has shape {list(shape)}, which no table of the vocabulary has")

@@ -34,8 +34,8 @@ ALLOWED = frozenset(
 
 
 def read_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a file. Raises ModelLoadError before loading if it holds anything but a table of dense tensors. Old
-    files (no zip archive) cannot be mapped and are read whole."""
+    """Tensors of a file. Raises ModelLoadError before loading unless it is a table of dense tensors. Old files (no zip
+    archive) are read whole, not mapped."""
     file_bytes(path)
     is_zip = zipfile.is_zipfile(path)
     try:

@@ -38,7 +38,7 @@ _Own = list[tuple[Layer, list[tuple[nn.Module, Columns]]]]
 
 
 class ModuleReplacement:
-    """Replaces modules of a model built from shapes alone."""
+    """Replaces, at load, modules of a Transformers model built from shapes alone."""
 
     def __init__(
         self, model: PreTrainedModel, config: ModelConfig, context: LayerContext, calls: EagerCalls, refused: str
@@ -182,7 +182,7 @@ class ModuleReplacement:
 
 
 class Steps:
-    """Step that modules run for, and its rotations."""
+    """Step for which replaced modules run now, and its rotations."""
 
     def __init__(self) -> None:
         self._running: AttentionStep | None = None
@@ -217,7 +217,7 @@ class Steps:
 
 
 class _PagedAttention:
-    """Attention of one layer. shared: results of the layers after it (None: no such layers)."""
+    """Attention function of one Transformers layer. shared: results of the layers after it (None: no such layers)."""
 
     def __init__(self, steps: Steps, attend: Attend, shared: SharedInput | None) -> None:
         self._steps = steps
@@ -257,7 +257,7 @@ class _PagedAttention:
 
 
 class _Lookup(nn.Module):
-    """Stand-in for an nn.Embedding."""
+    """Stand-in for an nn.Embedding, over this package's table."""
 
     def __init__(self, compute: Lookup) -> None:
         super().__init__()
@@ -268,8 +268,7 @@ class _Lookup(nn.Module):
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """[T, width] view over the three tensors, [1, heads, T, head_dim] each; None unless each token's parts are in one
-    row."""
+    """[T, width] view over three tensors, [1, heads, T, head_dim] each; None unless a token's parts are in one row."""
     _, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = key.shape[1]
     width = (num_heads + 2 * num_kv_heads) * head_dim

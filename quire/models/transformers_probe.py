@@ -1,5 +1,4 @@
-"""Run of a Transformers model on shapes, which finds its attentions' parameters and the modules with a common
-input."""
+"""Run of a Transformers model on shapes: finds attentions' parameters and modules with a common input."""
 
 from __future__ import annotations
 
@@ -55,8 +54,8 @@ class Seen:
 
 @dataclass(slots=True)
 class AttentionCall:
-    """module: caller of attention. rotates: attention may rotate queries and keys itself. inputs: query, key and value,
-    unrotated if so."""
+    """One observed attention. module: its caller. rotates: attention may rotate queries and keys itself. inputs: query,
+    key and value, unrotated if so."""
 
     module: nn.Module
     shape: LayerAttention
@@ -88,7 +87,7 @@ class Probe:
         return [call for call in self.modules if counts[call.module] == 1]
 
     def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Record a module's call (forward hook)."""
+        """Record a module's call (forward hook of watched modules)."""
         if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
             self.modules.append(ModuleCall(module, Seen.of(inputs[0]), Seen.of(output)))
 
@@ -144,8 +143,8 @@ class Probe:
 
 
 def probe(model: PreTrainedModel, refused: str, watched: list[nn.Module]) -> Probe:
-    """Run the model on shapes and observe it. watched: modules whose calls are recorded. refused: start of error
-    messages. Raises ModelLoadError for an unsupported computation."""
+    """Run the model on shapes and observe it. watched: modules to record. refused: start of error messages. Raises
+    ModelLoadError for an unsupported computation."""
     described = model.config
     for module in model.modules():
         rope = getattr(module, "rope_type", None)
@@ -201,7 +200,7 @@ def attention_function(
     attention_mask: torch.Tensor | None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function as called by Transformers' layers."""
+    """Attention function that Transformers' layers call; it passes on to the probe or the module's replacement."""
     attend: Probe | Callable[..., torch.Tensor] = getattr(module, ATTEND)
     if isinstance(attend, Probe):
         return attend.note_attention(module, query, key, value, **keywords), None

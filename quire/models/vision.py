@@ -1,5 +1,5 @@
 """Vision towers of Qwen2.5-VL, Qwen3-VL, Qwen 3.5 and Gemma 3: from patches to token features. A tower runs layer by
-layer, so other work can run in between, in torch, in Triton or, recorded, in native kernels."""
+layer, with other work between, in torch, Triton or recorded native kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MERGED_ACTIVATION = "gelu"
 
 
 class EncoderRun(ABC):
-    """Images on their way through a tower; their grids separate the patches."""
+    """Images on their way through a tower, a few layers a step; grids separate their patches."""
 
     def __init__(self, tower: VisionTower, patches: torch.Tensor, grids: Sequence[Grid]) -> None:
         self._tower = tower
@@ -82,7 +82,7 @@ class EncoderRun(ABC):
 
 
 class VisionEncoder(ABC):
-    """Tower with its weights."""
+    """Vision tower with its weights, which the worker runs for new images."""
 
     def __init__(self, tower: VisionTower) -> None:
         self._tower = tower
@@ -94,7 +94,7 @@ class VisionEncoder(ABC):
 
     @abstractmethod
     def release_workspaces(self) -> None:
-        """Free working memory, which the next call allocates again. Runs in progress become invalid."""
+        """Free working memory, allocated again at need, for sleep. Runs in progress become invalid."""
 
     @abstractmethod
     def begin_run(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
@@ -102,8 +102,8 @@ class VisionEncoder(ABC):
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """Encode images. patches: [T, patch_values] float32, concatenated by `grids`, in token order. Returns per image
-        [tokens, feature_size] float32: the placeholders' embeddings, then the deep-stack features for the language
-        model's first layers. An image's bits do not depend on the others."""
+        [tokens, feature_size] float32: placeholders' embeddings, then deep-stack features for the language model's
+        first layers. An image's bits do not depend on the others."""
         found = self.begin_run(patches, grids).advance(self.config.num_layers)
         assert found is not None, "all layers are computed"
         return found
@@ -123,7 +123,7 @@ POOLED_NAMES = TowerNames("embeddings.patch_embedding", "embeddings.position_emb
 
 
 class VisionLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Tower layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: VisionConfig, context: LayerContext, layer: int) -> None:
         size, heads, dim = config.hidden_size, config.num_heads, config.head_dim
@@ -166,8 +166,8 @@ def _mlp_slots(mlp: GatedMLP | MLP) -> WeightSlots:
 
 
 class Merger:
-    """Two linear layers from a token's patches to its features, after a norm. norms_merged: norm covers a token's
-    merged patches, not each patch."""
+    """Two linear layers from a token's patches to its features, after a norm: of each patch, or (norms_merged) of a
+    token's merged ones."""
 
     def __init__(self, config: VisionConfig, context: LayerContext, *, norms_merged: bool) -> None:
         self._merged_size = size = config.merged_size
@@ -311,7 +311,7 @@ class TorchRun(EncoderRun):
 
 
 def torch_rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
-    """angles: [T, rotary_dim / 2] float32."""
+    """Rotation of a tower's patches. angles: [T, rotary_dim / 2] float32."""
     cos, sin = angles.cos(), angles.sin()
     return Rotation(torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None])
 

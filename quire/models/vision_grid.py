@@ -1,5 +1,5 @@
-"""Inputs of a vision tower that depend only on the images' grids: attention ranges, interpolated positions, and
-rotations. A token's `merge_size` x `merge_size` patches are neighbours."""
+"""Inputs of a vision tower that depend only on grids: attention ranges, interpolated positions, and rotations. A
+token's `merge_size` x `merge_size` patches are neighbours."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def grid_inputs(grids: Sequence[Grid], config: VisionConfig) -> GridInputs:
 
 
 def reordered(rows: torch.Tensor, token_order: torch.Tensor, merge_size: int) -> torch.Tensor:
-    """Permute patch rows [T, size] from token order to GridInputs' order."""
+    """Permute patch rows [T, size] from token order to GridInputs' (windows')."""
     return rows.view(-1, merge_size**2, rows.shape[1])[token_order].view(rows.shape)
 
 
@@ -84,7 +84,7 @@ def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Host tensor on the device, which the host does not wait for."""
+    """Copy of a host tensor on the device, which the host does not await."""
     return tensor if device.type == tensor.device.type else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -112,8 +112,7 @@ def _frame(rows: int, columns: int, merge: int, side: int) -> tuple[torch.Tensor
 
 
 def _stretched(index: torch.Tensor, count: int, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Interpolate positions of a line of `count` on a line of `side`: the entries before and after, and the latter's
-    share."""
+    """Positions of a line of `count` on a line of `side`: the entries before and after, and the latter's share."""
     exact = index.float() * (side - 1) / max(count - 1, 1)
     before = exact.floor()
     low = before.long()

@@ -26,8 +26,8 @@ Tensors = Iterator[tuple[str, torch.Tensor | FileTensor]]
 
 
 class WeightFiles:
-    """Files of one format each. expected: tensor names that an index promises per file. prefixes: prefix of a file's
-    tensor names."""
+    """Weight files of a checkpoint, each of one format. expected: tensor names that an index promises per file.
+    prefixes: prefix of a file's tensor names."""
 
     def __init__(
         self, directory: Path, expected: dict[Path, set[str]], prefixes: Mapping[Path, str] | None = None
@@ -43,8 +43,8 @@ class WeightFiles:
         self._prefixes = prefixes or {}
 
     def with_folders(self, folders: Sequence[str], load_format: str) -> WeightFiles:
-        """These files plus those of subfolders, whose tensors are named `<folder>.<name>`. Raises ModelLoadError for a
-        folder without weights."""
+        """These files plus those of subfolders (pooling modules), whose tensors are named `<folder>.<name>`. Raises
+        ModelLoadError for a folder without weights."""
         expected, prefixes = dict(self._expected), dict(self._prefixes)
         for folder in folders:
             found = find_weights(self.directory / folder, load_format)
@@ -59,7 +59,7 @@ class WeightFiles:
         return list(self._expected)
 
     def sizes(self) -> dict[Path, int]:
-        """Bytes of each file. Raises ModelLoadError for a missing or irregular file."""
+        """Bytes of each file, for progress and checks. Raises ModelLoadError for a missing or irregular file."""
         sizes = {}
         for path in self._expected:
             size = file_bytes(path)
@@ -69,8 +69,7 @@ class WeightFiles:
         return sizes
 
     def stream(self, report: Progress) -> Tensors:
-        """All tensors; those of safetensors files are lazy. Raises ModelLoadError naming an unreadable file and
-        tensor."""
+        """All tensors, lazy in safetensors files. Raises ModelLoadError naming an unreadable file and tensor."""
         sizes = self.sizes()
         done, total = 0, sum(sizes.values())
         for path, expected in self._expected.items():
@@ -92,14 +91,14 @@ class WeightFiles:
 
 
 def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Same tensors, read into memory."""
+    """Same tensors, each read into memory, for quantised checkpoints."""
     for name, tensor in tensors:
         yield name, tensor.read() if isinstance(tensor, FileTensor) else tensor
 
 
 def find_weights(directory: Path, load_format: str) -> WeightFiles | GGUFWeights:
-    """Weight files of a directory, or a GGUF file: "auto" prefers safetensors to .bin to GGUF, and sharded to single
-    files. Raises ModelLoadError if none."""
+    """Weight files of a directory, or a GGUF file: "auto" prefers safetensors to .bin to GGUF, sharded to single files.
+    Raises ModelLoadError if none."""
     if directory.is_file():
         if load_format not in ("auto", "gguf"):
             raise ModelLoadError(f"{directory} is a GGUF file, which load_format={load_format!r} does not read")

@@ -20,8 +20,8 @@ GROUPS = Registry(
 
 
 def join_group(name: str, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> ProcessGroup:
-    """Group of `size` ranks, when all have joined. name: key of GROUPS, or "module:class" of another ProcessGroup.
-    meeting_point: see GlooGroup."""
+    """Group of `size` ranks, when all have joined; each rank calls it at start. name: key of GROUPS, or "module:class"
+    of another ProcessGroup. meeting_point: see GlooGroup."""
     make = load_target(name) if ":" in name else GROUPS.load(name)
     group: ProcessGroup = make(meeting_point, rank, size)
     return group

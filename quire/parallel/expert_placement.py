@@ -15,8 +15,8 @@ Placement: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Move(NamedTuple):
-    """A slot of rank `to` takes an expert that rank `source` has in a slot. is_swap: the source's slot takes the other
-    expert, which no third rank has."""
+    """A slot of rank `to` takes the expert in a slot of rank `source`. is_swap: the source's slot takes the other,
+    which no third rank has."""
 
     source: int
     source_slot: int
@@ -35,7 +35,7 @@ class Move(NamedTuple):
 
 def first_placement(num_experts: int, num_ranks: int, num_redundant: int, strategy: str) -> Placement:
     """Placement before any load is known: runs of neighbours ("linear") or every n-th expert ("round_robin"), then
-    copies of the first experts that a rank lacks. The first ranks take any remainder."""
+    copies of the first experts a rank lacks. First ranks take any remainder."""
     slots = _shares(num_experts + num_redundant, num_ranks)
     placed: list[list[int]] = []
     start = 0
@@ -53,8 +53,8 @@ def first_placement(num_experts: int, num_ranks: int, num_redundant: int, strate
 
 
 def balanced(load: Sequence[int], placement: Placement) -> Placement:
-    """Placement of as many slots for experts with these rows. A further copy goes to the expert with the most rows a
-    copy; copies go, the busiest first, to the rank with the fewest rows."""
+    """Placement of as many slots for experts with these rows. Further copies go to experts with the most rows a copy;
+    copies, busiest first, to the rank with the fewest rows."""
     num_ranks, num_experts = len(placement), len(load)
     copies = [1] * num_experts
     for _ in range(sum(map(len, placement)) - num_experts):
@@ -75,13 +75,13 @@ def balanced(load: Sequence[int], placement: Placement) -> Placement:
 
 
 def busiest(load: Sequence[int], placement: Placement) -> Fraction:
-    """Rows of the rank with the most, if the copies of an expert share its rows equally."""
+    """Rows of the rank with the most, if an expert's copies share its rows equally: decides whether moving pays."""
     copies = num_copies(placement, len(load))
     return max(sum((Fraction(load[each], copies[each]) for each in own), Fraction(0)) for own in placement)
 
 
 def num_copies(placement: Placement, num_experts: int) -> list[int]:
-    """Ranks that hold each expert."""
+    """Number of ranks that hold each expert, [num_experts]."""
     counts = [0] * num_experts
     for own in placement:
         for number in own:

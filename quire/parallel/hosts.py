@@ -17,7 +17,7 @@ def shared_memory() -> str:
 
 
 def own_address(peer: str) -> str:
-    """Address of the interface that leads to a host; nothing is sent."""
+    """This host's IP address on the way to `peer`, for NetworkMeeting; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         address: str = probe.getsockname()[0]

@@ -8,8 +8,8 @@ import torch
 
 
 class ProcessGroup(Protocol):
-    """Fixed set of ranks. All of them call the collectives in the same order, with tensors of the same shape and
-    dtype; results are new tensors, or the argument if there is one rank."""
+    """Fixed set of ranks, which call the collectives in the same order, with tensors of one shape and dtype; results
+    are new tensors, or the argument for one rank."""
 
     @property
     def rank(self) -> int:
@@ -38,5 +38,5 @@ class ProcessGroup(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called it (at the end of joining)."""
         ...

@@ -21,7 +21,7 @@ class LinkFiles(NamedTuple):
 
     @classmethod
     def create(cls, slot_bytes: int) -> LinkFiles:
-        """New link. Its memory is in no file system and is gone when both ends are closed."""
+        """New link, before the ranks start. Its memory is in no file system and is gone when both ends are closed."""
         memory = os.memfd_create("quire-stages")
         os.truncate(memory, NUM_SLOTS * slot_bytes)
         full, free = (os.eventfd(count, os.EFD_SEMAPHORE) for count in (0, NUM_SLOTS))

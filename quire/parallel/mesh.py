@@ -16,7 +16,7 @@ KINDS = ("tp", "dcp", "pcp", "pp", "dp", "ep")
 
 @dataclass(frozen=True)
 class Place:
-    """Rank's coordinates, each from 0."""
+    """Rank's coordinates in the mesh, each from 0."""
 
     dp: int
     pp: int
@@ -26,7 +26,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks of one model, 0 <= rank < num_ranks."""
+    """Arrangement of one model's ranks, 0 <= rank < num_ranks, in groups."""
 
     sizes: ParallelConfig
 

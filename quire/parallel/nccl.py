@@ -13,8 +13,8 @@ from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT, NetworkMeeting
 
 
 class NcclGroup:
-    """Implements ProcessGroup for tensors of the current CUDA device; every rank has a device of its own. Collectives
-    are enqueued on the current stream, and the host does not wait for them."""
+    """Implements ProcessGroup for tensors of the current CUDA device; every rank has its own. Collectives are enqueued
+    on the current stream; the host does not wait."""
 
     native = None
 
@@ -33,7 +33,7 @@ class NcclGroup:
         self.barrier()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather the parts and add them in rank order, whatever the batch."""
+        """Gather the parts and add them in rank order, so bits do not depend on the batch."""
         return sum_parts(self._gather(tensor))
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ class NcclGroup:
         return sent
 
     def barrier(self) -> None:
-        """See ProcessGroup. The host waits; not for captures."""
+        """See ProcessGroup. The host waits; not in captures."""
         self._gather(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
         torch.cuda.current_stream().synchronize()
 

@@ -19,7 +19,7 @@ SlotT = TypeVar("SlotT")
 
 
 class Link(Protocol):
-    """One end of a link, which holds NUM_SLOTS tensors. Tensors arrive in the order in which they were sent."""
+    """One end of a link between neighbouring stages, which holds NUM_SLOTS tensors; they arrive in order."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor, once fewer than NUM_SLOTS are under way."""
@@ -30,12 +30,12 @@ class Link(Protocol):
         ...
 
     def release(self) -> None:
-        """Give up the tensor received last."""
+        """Give up the tensor received last, once it is read."""
         ...
 
 
 class SharedMemoryLink:
-    """Link between processes of one host."""
+    """Link between processes of one host, over LinkFiles' memory."""
 
     def __init__(self, files: LinkFiles) -> None:
         """Takes ownership of the descriptors."""
@@ -71,7 +71,7 @@ class NetworkLink:
     """Link between processes of two hosts, over gloo."""
 
     def __init__(self, meeting: NetworkMeeting, *, sends: bool) -> None:
-        """Returns when both ends are there. meeting: of this link alone. sends: this end is the earlier stage's."""
+        """Return when both ends are there. meeting: of this link alone. sends: this end is the earlier stage's."""
         self._peer = 1 if sends else 0
         from quire.parallel.torch_dist import gloo  # one host does without torch.distributed
 
@@ -96,8 +96,8 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class Stage:
-    """Run of a model's layers on this rank, by their numbers. count: stages of the model. incoming, outgoing: links
-    from the stage before and to the next one (None: this is the first, or the last)."""
+    """Run of a model's layers on this rank, by number. count: stages of the model. incoming, outgoing: links from the
+    stage before and to the next (None: none)."""
 
     number: int = 0
     count: int = 1

@@ -17,8 +17,8 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class NetworkMeeting:
-    """Place where ranks of several hosts exchange their addresses: a store on the first one. address: this rank's,
-    reachable from the others. Neither store nor collectives authenticate: the network must be private."""
+    """Place where ranks of several hosts exchange addresses: a store on the first. address: this rank's, reachable from
+    others. Neither store nor collectives authenticate: the network must be private."""
 
     store: Any
     address: str
@@ -41,13 +41,13 @@ class NetworkMeeting:
         return port
 
     def of(self, name: str) -> NetworkMeeting:
-        """Place of some of the ranks, beside those of other names."""
+        """Meeting of some of the ranks in the same store, under a name of their own."""
         library: Any = torch.distributed
         return NetworkMeeting(library.PrefixStore(name, self.store), self.address)
 
 
 def gloo(meeting: NetworkMeeting, rank: int, size: int) -> Any:
-    """torch's group of these ranks."""
+    """torch's gloo group of these ranks, once all have called it."""
     library: Any = torch.distributed  # its type stubs lack the constructors of groups
     options = library.ProcessGroupGloo._Options()
     options._devices = [library.ProcessGroupGloo.create_device(hostname=meeting.address)]
@@ -72,7 +72,7 @@ class GlooGroup:
         self.barrier()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add all parts in rank order on every rank, whatever the batch."""
+        """Add all parts in rank order on every rank, so bits do not depend on the batch."""
         parts = self._gather(tensor)
         total = parts[0]
         for part in parts[1:]:

@@ -18,8 +18,9 @@ Unpack = Callable[[torch.Tensor], QuantizedWeight]
 
 @dataclass(frozen=True, eq=False)
 class BlockWeight(QuantizedWeight):
-    """rows: [N, bytes of a row] uint8, whole blocks with finite scales, in the mapped file or in memory. unpack: makes
-    the common form of some rows. release: called when all rows are copied; drops the file's pages from memory."""
+    """Matrix in GGUF blocks. rows: [N, bytes of a row] uint8, whole blocks with finite scales, in the mapped file or in
+    memory. unpack: makes the common form of some rows. release: called when all rows are copied; drops the file's pages
+    from memory."""
 
     rows: torch.Tensor
     format: BlockFormatName
@@ -41,7 +42,7 @@ class BlockWeight(QuantizedWeight):
         return self.unpacked().dequantize()
 
     def unpacked(self) -> QuantizedWeight:
-        """Same matrix in the common form of its numbers."""
+        """Same matrix as integers or floats with scales, for kernels without blocks."""
         unpacked = self.unpack(self.rows)
         self.release()
         return unpacked

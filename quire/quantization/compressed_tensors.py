@@ -30,7 +30,7 @@ from quire.quantization.parts import FLOATING, INTEGRAL, MatrixFormat, Parts, by
 
 
 def compressed_tensors_format(config: QuantizationConfig) -> MatrixFormat:
-    """Format of the matrices. Symmetric matrices may have zero points, all 0."""
+    """Format of the matrices, for `quantized_weights`. Symmetric matrices may have zero points, all 0."""
     packed = config.checkpoint_format == "pack-quantized"
     required = {"weight_packed", "weight_scale", "weight_shape"} if packed else {"weight", "weight_scale"}
     harmless = {}

@@ -1,4 +1,4 @@
-"""Matrices of 8-bit and 4-bit floats with scales, as checkpoints store them.
+"""Matrices of 8-bit and 4-bit floats with scales, as stored.
 
 Formats are OFP8 (e4m3), MXFP4 (e2m1 values, a power of two for 32), NVFP4 (an e4m3 scale for 16 values, a float32
 besides).
@@ -33,8 +33,8 @@ EXPONENT_BIAS = 127
 class Float8Weight(QuantizedWeight):
     """w[n, k] = scales[n, k // group_size] * values[n, k].
 
-    values: [N, K] float8_e4m3fn. scales: [N, G] float32, G = K / group_size rounded up. The constructor raises
-    ModelLoadError for parts that do not fit, and for values and scales that are not finite.
+    values: [N, K] float8_e4m3fn. scales: [N, G] float32, G = K / group_size rounded up. Raises ModelLoadError for parts
+    that do not fit, and values and scales that are not finite.
     """
 
     values: torch.Tensor

@@ -33,7 +33,8 @@ AWQ_BITS = 4
 
 
 def gptq_format(config: QuantizationConfig) -> MatrixFormat:
-    """True if g_idx, which may be stored without act-order too, has the groups in their natural order."""
+    """Format of the matrices. True if g_idx, which may be stored without act-order too, has the groups in their natural
+    order."""
 
     def build(parts: Parts) -> IntegerWeight:
         return _build(parts, config)
@@ -96,7 +97,7 @@ def _build_awq(parts: Parts, wanted_group_size: int | None) -> IntegerWeight:
 
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """[R, W] int32 -> [R, 8 W] uint8, in the order of the output rows."""
+    """[R, W] int32 -> [R, 8 W] uint8, the rows of each word in order."""
     fields = unpack_rows(words, AWQ_BITS).view(*words.shape, len(AWQ_ROWS_OF_WORD))
     place_of_row = [AWQ_ROWS_OF_WORD.index(row) for row in range(len(AWQ_ROWS_OF_WORD))]
     return fields[..., place_of_row].flatten(1)

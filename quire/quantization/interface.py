@@ -18,8 +18,8 @@ Parameters: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """Sizes of this rank's matrix. dtype: type of activations and plain weights. activation: name of the function
-    applied to the results (`kernels/activation.py`), or None. gated: the matrix has gate rows above up rows, and the
+    """Sizes of this rank's matrix. dtype: of activations and plain weights. activation: name in
+    `kernels/activation.py`, applied to the results, or None. gated: the matrix has gate rows above up rows, and the
     result is activation(gate) * up."""
 
     in_features: int
@@ -36,7 +36,7 @@ class LinearShape:
 
 
 class LinearMethod(Protocol):
-    """Way to store and multiply the weights of a linear layer."""
+    """Storage and products of linear layers' weights, chosen per platform by the loader."""
 
     def create(self, shape: LinearShape) -> Parameters:
         """Allocate "weight" and, if the shape has one, "bias". Every row of both must be loaded."""
@@ -49,13 +49,13 @@ class LinearMethod(Protocol):
     def load_rows(
         self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
     ) -> None:
-        """Store a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) as the output rows
-        first_row .. first_row + num_rows."""
+        """Store, while loading, a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) as
+        the output rows first_row .. first_row + num_rows."""
         ...
 
     def apply(self, parameters: Parameters, x: AnyValue, residual: AnyValue | None = None) -> Value:
         """x: [T, in_features] -> [T, shape.width] in x's dtype: residual + activation(x W^T + bias). A row's result
-        depends on that row alone. The result may overwrite the residual."""
+        depends on that row alone and may overwrite the residual."""
         ...
 
     def products(self, parameters: Parameters, x: AnyValue, residual: AnyValue | None = None) -> Value:
@@ -89,11 +89,11 @@ class LinearMethod(Protocol):
         self, weights: ExpertWeights, x: AnyValue, routing: AnyValue, residual: AnyValue | None = None
     ) -> Value:
         """x: [T, size], routing: [T, 2 * top_k] of `Operations.route` -> [T, size] in x's dtype: residual + the
-        weighted sum of the chosen experts' results, in the experts' order, without those of other ranks. A row's result
-        depends on that row alone. The result may overwrite the residual. `weights.apart` (no residual): [T, top_k *
-        size] float32, each result before its weight; -0 for those of other ranks."""
+        weighted sum of chosen experts' results, in experts' order, without other ranks'. A row's result depends on that
+        row alone and may overwrite the residual. `weights.apart` (no residual): [T, top_k * size] float32, each result
+        before its weight; -0 for other ranks'."""
         ...
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Stored bytes of a matrix or bias of this shape."""
+        """Stored bytes of a matrix or bias of this shape, for memory estimates."""
         ...

@@ -15,9 +15,9 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 
 def merge_rows(parts: Sequence[QuantizedWeight]) -> Sequence[QuantizedWeight] | None:
-    """Same weights with the same bits, group size and presence of offsets (a checkpoint may store the projections
-    of one layer differently). None if no such format exists: integers beside floats, groups that do not divide each
-    other, columns in different orders (act-order)."""
+    """Parts of one fused matrix, given the same bits, group size and presence of offsets (a checkpoint may store a
+    layer's projections differently), before packing. None if impossible: integers beside floats, groups that do not
+    divide each other, different column orders (act-order)."""
     parts = [part.unpacked() if isinstance(part, BlockWeight) else part for part in parts]
     integers = [part for part in parts if isinstance(part, IntegerWeight)]
     if len(integers) == len(parts):

@@ -22,8 +22,8 @@ ROUNDED_BITS = 8
 
 
 def runs_of_blocks(parts: Sequence[QuantizedWeight]) -> list[list[QuantizedWeight]]:
-    """Stacked parts of a matrix in runs, each packed as a matrix: blocks of different formats apart; one run if
-    there are parts other than blocks."""
+    """Stacked parts of a matrix in runs, each packed as a matrix: blocks by format; one run if some parts are no
+    blocks."""
     runs: list[list[QuantizedWeight]] = []
     last = None
     for part in parts:
@@ -44,8 +44,7 @@ def pack_parts(
     memory: Callable[[int], torch.Tensor],
 ) -> PackedMatrix | None:
     """Packed matrix of the stacked parts. None if no format holds them all. rounded_activations: round activations to 8
-    bits, with a scale per row for integers and per group for blocks; floats never round them. memory: allocates zeroed
-    memory."""
+    bits, with a scale per row (integers) or group (blocks); never for floats. memory: allocates zeroed memory."""
     blocks = [part for part in parts if isinstance(part, BlockWeight)]
     if len(blocks) == len(parts) and len({part.format for part in blocks}) == 1:
         return _pack_blocks(blocks, shape, rounded_activations, memory)

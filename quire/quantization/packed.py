@@ -48,8 +48,8 @@ PANEL = 16
 
 @dataclass(eq=False, slots=True)
 class PackedParameters:
-    """matrices: stacked, empty until the format of the weights is known; a gated layer has one, or gate and up.
-    pending: quantised parts by first row, until all have come."""
+    """Weights of one linear layer in native panels. matrices: stacked, empty until the format is known; a gated layer
+    has one, or gate and up. pending: quantised parts by first row, until all have come."""
 
     shape: LinearShape
     matrices: list[PackedMatrix] = field(default_factory=list)
@@ -58,7 +58,7 @@ class PackedParameters:
 
     @property
     def matrix(self) -> PackedMatrix | None:
-        """Only matrix; None until the format of the weights is known."""
+        """Only matrix of a layer that is not split; None until its format is known."""
         assert len(self.matrices) < 2, "a matrix in several formats has no single one"
         return self.matrices[0] if self.matrices else None
 
@@ -68,7 +68,7 @@ class PackedParameters:
 
 
 class PackedLinear:
-    """LinearMethod of native execution: weights in panels, calls recorded."""
+    """LinearMethod of native kernels on a CPU: weights in panels, calls recorded."""
 
     def __init__(self, weight_format: WeightFormat) -> None:
         self._format = weight_format
@@ -193,7 +193,7 @@ class PackedLinear:
         )
 
     def trim(self) -> None:
-        """Free memory reserved for further weights: all are loaded."""
+        """Free memory reserved for further weights, once all are loaded."""
         self._arena.trim()
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
@@ -298,7 +298,7 @@ def _embed(
     start: int = 0,
     shared_rows: int = 0,
 ) -> Buffer:
-    """start, shared_rows: first row and total rows of a table shared among ranks."""
+    """Record a lookup of rows. start, shared_rows: first row and total rows of a table shared among ranks."""
     matrix = _loaded(parameters)
     indices.recorder.keep.append(parameters)
     return indices.recorder.call(
@@ -333,8 +333,7 @@ def _native_matrices(parameters: PackedParameters) -> list[tuple[PackedMatrix, i
 
 
 def _stack_of(part: Sequence[PackedParameters]) -> tuple[list[tuple[_native.PackedWeight, int]], ...]:
-    """Each expert's packed matrix with the address of its bias (0: none); if gate and up are apart, those of gate, then
-    those of up."""
+    """Each expert's packed matrix and its bias's address (0: none); if gate and up are apart, gate's, then up's."""
     matrices = [[(matrix.as_native(), bias) for matrix, bias in _native_matrices(each)] for each in part]
     firsts, seconds = [each[0] for each in matrices], [each[1] for each in matrices if len(each) == GATED_PARTS]
     if seconds and len(seconds) != len(firsts):

@@ -61,24 +61,23 @@ class DeviceStack(Sequence["DevicePart"]):
 
     @property
     def is_plain(self) -> bool:
-        """True if the weights are floating point: a checkpoint may quantise only some layers."""
+        """True if the weights are floating point: a checkpoint may quantise some layers only."""
         return self.loaded.kind == PLAIN.value
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """One matrix of a stack."""
+    """One matrix of a stack, a linear layer's parameters."""
 
     stack: DeviceStack
     index: int
 
 
 class PackedDeviceLinear:
-    """LinearMethod of quantised weights on a GPU. A row's last bits depend on the number of rows, unless `plain` is
-    batch-invariant. plain: computes matrices not quantised. weight_format: see PackedLinear. stored_bits: bits per
-    weight, for estimates of memory. converts_e4m3: the device has e4m3 conversions (compute capability 8.9).
-    rounds_activations: round rows of x to e4m3 for products with e4m3 matrices on tensor cores, except in
-    `apply_heads`."""
+    """LinearMethod of quantised weights on a GPU. A row's last bits depend on the number of rows, unless `plain` (for
+    matrices not quantised) is batch-invariant. weight_format: see PackedLinear. stored_bits: bits per weight, for
+    estimates of memory. converts_e4m3: the device has e4m3 conversions (compute capability 8.9). rounds_activations:
+    round rows of x to e4m3 for products with e4m3 matrices on tensor cores, except in `apply_heads`."""
 
     def __init__(
         self,
@@ -211,7 +210,7 @@ class PackedDeviceLinear:
         put(stack.matrix, index, stored.matrix)
 
     def _load_plain(self, stack: DeviceStack, index: int, parts: Mapping[int, WeightTensor]) -> None:
-        """parts: by first row. Raises ModelLoadError if other matrices of the stack are quantised."""
+        """Store unquantised parts, by first row. Raises ModelLoadError if other matrices of the stack are quantised."""
         shape = stack.shape
         if stack.matrix is None:
             size = (len(stack), shape.out_features, shape.in_features)

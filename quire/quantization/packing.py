@@ -21,5 +21,5 @@ def per_word(bits: int) -> int:
 
 
 def recentre(values: torch.Tensor) -> torch.Tensor:
-    """uint8 0 to 255 -> int8 -128 to 127, less 128 each."""
+    """Subtract 128: uint8 0 to 255 -> int8, as IntegerWeight stores 8 bits."""
     return (values ^ 0x80).view(torch.int8)

@@ -17,7 +17,7 @@ INTEGRAL = (torch.int32, torch.int64)
 
 @dataclass
 class Parts:
-    """Parts of a matrix streamed so far. prefix: start of their names."""
+    """Parts of one matrix streamed so far from a checkpoint. prefix: start of their names."""
 
     prefix: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Parts:
         return ModelLoadError(f"tensor '{self.prefix}{part}' {message}")
 
     def scalar(self, part: str) -> float:
-        """A number of shape [] or [1]."""
+        """One part that is a number, of shape [] or [1]."""
         tensor = self.tensors[part]
         shape = (1,) if tensor.dim() == 1 else ()
         return float(self.take(part, FLOATING, shape))
@@ -60,9 +60,8 @@ class Parts:
 @dataclass(frozen=True)
 class MatrixFormat:
     """Format of stored matrices in several parts. required: part names. harmless: parts without effect, each with a
-    test for that. build: makes the matrix from the required parts. weight_dtype: dtype of a part called "weight".
-    aliases: further names of parts. separator: between the names of matrix and part; with a dot, the matrix is
-    `<name>.weight`."""
+    test for that. build: makes the matrix. weight_dtype: dtype of a part called "weight". aliases: further names of
+    parts. separator: between the names of matrix and part; with a dot, the matrix is `<name>.weight`."""
 
     required: frozenset[str]
     build: Callable[[Parts], QuantizedWeight]
@@ -89,10 +88,10 @@ class MatrixFormat:
 def assemble(
     tensors: Iterable[tuple[str, torch.Tensor]], matrix_format: MatrixFormat
 ) -> Iterator[tuple[str, WeightTensor]]:
-    """Yield each matrix after its last part, and every other tensor as it comes.
+    """Yield each matrix after its last part, other tensors as they come.
 
-    Parts may come in any order; only incomplete matrices are held. Raises ModelLoadError, naming the tensor, for parts
-    that are missing, given twice or do not fit.
+    Parts come in any order; only incomplete matrices are held. Raises ModelLoadError, naming the tensor, for missing,
+    duplicate or misfit parts.
     """
     pending: dict[str, Parts] = {}
     done: set[str] = set()

@@ -28,8 +28,8 @@ WORKING_ELEMENTS = 2**20
 
 
 class FittedGroups(NamedTuple):
-    """values: [M, G], 0 to 15. steps, offsets, means: [M, 1] float32: weight = offset + step * value, and the mean of
-    the values."""
+    """M groups of G weights rounded to 4 bits. values: [M, G], 0 to 15. steps, offsets, means: [M, 1] float32: weight =
+    offset + step * value, and the mean of the values."""
 
     values: torch.Tensor
     steps: torch.Tensor
@@ -116,8 +116,8 @@ def _int4(groups: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def fit_groups(groups: torch.Tensor) -> FittedGroups | None:
-    """Round groups by search: a candidate is a step and a start, to which a group is rounded, and which are fitted to
-    the rounded values by least squares. The candidate with the smallest squared error wins, per group."""
+    """Round groups by search: a candidate is a step and a start, to which a group is rounded, then fitted to the
+    rounded values by least squares. The smallest squared error wins, per group."""
     if (peak := _peaks(groups)) is None:
         return None
     x = groups / peak
@@ -148,7 +148,8 @@ def _in_halves(found: FittedGroups) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Line(NamedTuple):
-    """x = start + step * value, each [M, 1]. explained: the part of x's sum of squares that it accounts for."""
+    """Fitted line x = start + step * value, each [M, 1]. explained: the part of x's sum of squares that it accounts
+    for."""
 
     step: torch.Tensor
     start: torch.Tensor

@@ -16,8 +16,8 @@ BLOCK_ELEMENTS = 2**20
 
 
 class QuantizedWeight(ABC):
-    """Matrix of small numbers with scales for groups of input features; in some formats also a stack of such
-    matrices, one per expert of a layer."""
+    """Checkpoint's matrix of small numbers with scales for groups of input features, as loaders pass it; in some
+    formats also a stack of such matrices, one per expert of a layer."""
 
     @property
     @abstractmethod
@@ -61,7 +61,7 @@ def group_range(group_size: int, start: int, length: int, columns: int) -> slice
 
 
 def check_shape(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise ModelLoadError for another dtype or shape."""
+    """Raise ModelLoadError, naming `what`, for another dtype or shape."""
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
         raise ModelLoadError(f"{what} must be {list(shape)} of {dtype}, not {list(tensor.shape)} of {tensor.dtype}")
 

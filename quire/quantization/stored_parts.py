@@ -20,8 +20,8 @@ HALF = PAIRED // 2
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """matrix: stacked parts, as a stack of one. column_order: column k of it belongs to input feature
-    column_order[k]; None: to k."""
+    """Parts of a matrix in a device's format. matrix: stacked parts, as a stack of one. column_order: column k of it
+    belongs to input feature column_order[k]; None: to k."""
 
     matrix: StoredMatrix
     column_order: torch.Tensor | None
@@ -79,7 +79,7 @@ def _paired(codes: torch.Tensor) -> torch.Tensor:
 
 
 def empty_stack(like: StoredMatrix, count: int, device: torch.device) -> StoredMatrix:
-    """Allocate `count` matrices of one format and shape."""
+    """Allocate `count` matrices of the format and shape of `like`."""
     return like.with_tensors(
         [
             None if each is None else torch.empty(count, *each.shape[1:], dtype=each.dtype, device=device)
@@ -89,7 +89,7 @@ def empty_stack(like: StoredMatrix, count: int, device: torch.device) -> StoredM
 
 
 def put(stack: StoredMatrix, index: int, matrix: StoredMatrix) -> None:
-    """Copy a stack of one to an index of a stack. Raises ModelLoadError for another format."""
+    """Copy `matrix`, a stack of one, to `index`. Raises ModelLoadError for another format."""
     if (stack.kind, stack.group_size, stack.offsets is None) != (
         matrix.kind,
         matrix.group_size,

@@ -20,7 +20,7 @@ from quire.quantization.interface import LinearShape, Parameters
 
 @dataclass(frozen=True, slots=True)
 class PlainParameters:
-    """weight: [out_features, in_features]; bias: [out_features] or None."""
+    """Unquantised weights of one linear layer. weight: [out_features, in_features]; bias: [out_features] or None."""
 
     shape: LinearShape
     weight: torch.Tensor
@@ -54,7 +54,7 @@ class PlainStack(Sequence[PlainParameters]):
 
 
 class UnquantizedLinear:
-    """LinearMethod of plain torch tensors in `dtype`."""
+    """LinearMethod of plain torch tensors in `dtype`, with batch-invariant rows."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -12,7 +12,8 @@ from quire.kernels.cpu import _native
 
 
 class StatePlans:
-    """Native plan of the states of `layers`, set for each step. Recorded kernels refer to a layer by its index."""
+    """Native plan of `layers`' recurrent states, set before each step's programs. Recorded kernels refer to a layer by
+    its index."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = tuple(layers)
@@ -22,8 +23,8 @@ class StatePlans:
         self._query_start = torch.empty(0, dtype=torch.int64)
 
     def set(self, states: StateStep) -> _native.StatePlan:
-        """Plan of one step, valid until the next call. The step's tensors are kept alive and must not change while a
-        program runs. Raises ValueError for wrong tensors and accesses outside the pool."""
+        """Plan of one step, valid until the next call. The step's tensors are kept alive and must not change meanwhile.
+        Raises ValueError for wrong tensors and accesses outside the pool."""
         if states is not self._step:  # decodes of the same sequences reuse the object
             query_start = torch.tensor(states.query_start, dtype=torch.int64)
             self._arguments = self._checked(states, query_start)

@@ -1,5 +1,4 @@
-"""Page-aligned zeroed memory for weights and activations, in huge pages where available (fewer address
-translations)."""
+"""Page-aligned zeroed memory for weights and activations, in huge pages where available."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ def reserve(num_bytes: int) -> mmap.mmap:
 
 
 def give_back(memory: mmap.mmap, first: int, last: int) -> None:
-    """Return whole huge pages of zeros between two bytes of a mapping to the system; they read as zeros later."""
+    """Return a mapping's whole huge pages of zeros between two bytes to the system; they stay zeros."""
     first, last = -(-first // HUGE_PAGE) * HUGE_PAGE, -(-last // mmap.PAGESIZE) * mmap.PAGESIZE
     if first < last and hasattr(mmap, "MADV_DONTNEED"):
         memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def touch(memory: Sequence[torch.Tensor], num_threads: int) -> None:
-    """Touch every page of zeroed tensors, with threads."""
+    """Touch every page of zeroed tensors, with threads, so first use is fast."""
     pieces = [piece for each in memory for piece in each.view(-1).split(_TOUCHED_AT_ONCE)]
     if num_threads == 1 or len(pieces) < 2:
         for piece in pieces:

@@ -1,5 +1,5 @@
-"""Weights in the panel layout of the native linear kernels (csrc/kernels.h). A matrix has its final size at once and is
-filled by rows as the checkpoint is read."""
+"""Weights in the panel layout of the native linear kernels (csrc/kernels.h). A matrix is allocated whole and filled by
+rows as the checkpoint is read."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _BYTES_OF_A_THREAD = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """GGUF block format: `values` values in `num_bytes` bytes, with a scale per `group_size` values, or a scale code
-    in super-blocks. centre: value that stands for zero, if scales have no offsets."""
+    """GGUF block format: `values` values in `num_bytes` bytes, and per `group_size` values a scale, or scale code in
+    super-blocks. centre: value that stands for zero, if scales have no offsets."""
 
     type: WeightType
     num_bytes: int
@@ -333,8 +333,8 @@ def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Arena:
-    """Memory for many tensors in large mappings, which huge pages fill. A mapping lives as long as its tensors. Threads
-    on all cores touch memory ahead of the packing."""
+    """Memory for many tensors in large mappings of huge pages, touched ahead of the packing on all cores. A mapping
+    lives as long as its tensors."""
 
     def __init__(self, chunk_bytes: int = 64 << 20) -> None:
         self._chunk_bytes = chunk_bytes

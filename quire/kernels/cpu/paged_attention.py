@@ -24,8 +24,8 @@ MAX_BLOCK_SIZE = 1024
 
 
 def check_shape(block_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Raise ConfigError for unsupported shapes. Supported: block sizes that are powers of two up to 1024, head
-    dimensions that are multiples of 8 up to 256, query heads divisible by key heads."""
+    """Raise ConfigError unless block_size is a power of two up to 1024, head_dim a multiple of 8 up to 256, and query
+    heads divisible by key heads."""
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise ConfigError(f"native attention needs a block size that is a power of two up to 1024, not {block_size}")
     if not NATIVE_HEAD_MULTIPLE <= head_dim <= NATIVE_HEAD_LIMIT or head_dim % NATIVE_HEAD_MULTIPLE:
@@ -54,12 +54,11 @@ def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: 
 
 
 class AttentionPlans:
-    """Native plans of the KV groups with keys and values, set for each step."""
+    """Native plans of the KV groups with keys and values, set before each step's programs."""
 
     def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int, deal: Deal = ALL_TOKENS) -> None:
-        """Maker of a step's attention plans. num_heads: query heads per layer. num_threads: threads of the pool that
-        runs the plans. deal: tokens that this rank keeps in groups whose tokens are dealt, where it attends with the
-        heads of all ranks."""
+        """num_heads: query heads per layer. num_threads: of the pool that runs the plans. deal: tokens that this rank
+        keeps in dealt groups, where it attends with all ranks' heads."""
         self.plans = []
         for group in layout.token_groups:
             spec = group.spec
@@ -98,8 +97,8 @@ class AttentionPlans:
         self._batch: AttentionBatch | None = None
 
     def set(self, batch: AttentionBatch) -> list[_native.AttentionPlan]:
-        """Plans of one step by KV group, valid until the next call; the batch's tensors must not change while a program
-        runs. Raises ValueError for wrong tensors and accesses outside the pool."""
+        """Plans of one step by KV group, valid until the next call; the batch's tensors must not change meanwhile.
+        Raises ValueError for wrong tensors and accesses outside the pool."""
         starts, positions = batch.query_start, batch.start_positions
         num_sequences = positions.shape[0]
         _check(starts, torch.int64, (num_sequences + 1,), "query starts")
@@ -147,9 +146,9 @@ def copy_blocks(
 def move_blocks(
     sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """Copy blocks by (source, destination) from each page to its counterpart in other memory, on one thread without the
-    GIL. sources, destinations: contiguous uint8 [num_blocks, block bytes]. Raises ValueError for other pages and
-    invalid blocks."""
+    """Copy blocks by (source, destination) from each page to its counterpart elsewhere, on one thread without the GIL.
+    sources, destinations: contiguous uint8 [num_blocks, block bytes]. Raises ValueError for other pages and invalid
+    blocks."""
     if not pairs:
         return
     (num_sources, block_bytes), num_destinations = sources[0].shape, len(destinations[0])

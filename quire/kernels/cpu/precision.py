@@ -1,5 +1,5 @@
-"""Faster precision of products with bfloat16 weights, if the user leaves it open. Known processors are listed; others
-are measured once, so every start gives the same bits."""
+"""Faster precision of products with bfloat16 weights, if the user leaves it open. Unlisted processors are measured
+once, so every start gives the same bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class PrecisionChoice:
-    """Precision of bfloat16 products on this processor. precision: "float32" or "bfloat16". reason: text for people."""
+    """Precision of bfloat16 products on this processor. precision: "float32" or "bfloat16". reason: text for people
+    (log, `doctor`)."""
 
     precision: str
     reason: str

@@ -16,7 +16,7 @@ def fit_int4(
     groups: torch.Tensor, shares: Sequence[float], nudges: Sequence[tuple[float, float]], *, isa: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Quantise groups of weights ([M, G] float32, G <= 128): values 0 to 15 ([M, G] uint8), and per group step, offset
-    and mean of the values ([M, 1] float32 each); None for infinities or NaN. For shares, nudges and the criterion see
+    and mean of the values ([M, 1] float32 each); None for infinities or NaN. The rest: see
     `quire.quantization.quantize.fit_groups`. Uses all cores; groups are independent."""
     groups = groups.contiguous()
     if groups.dtype != torch.float32 or groups.dim() != 2:

@@ -1,4 +1,4 @@
-"""Recording of a model's kernels, so a step is one native call. Layers pass on placeholders; each kernel adds a call;
+"""Recording of a model's kernels, so a step is one native call. Layers pass on placeholders, kernels add calls, and
 `finish_program` makes a native program for any number of rows."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ GATHER = "gather"
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Matrix of float32 rows. area: number of its memory (ARENA: the recorder assigns a place). stride: elements
-    between rows."""
+    """Placeholder for a matrix of float32 rows, one per token, in a recording. area: number of its memory (ARENA: the
+    recorder assigns a place). stride: elements between rows."""
 
     recorder: Recorder
     width: int
@@ -46,7 +46,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class RecordedIndices:
-    """Column of the step's tokens plus `shift`. column: TOKEN_IDS, SLOT_POSITIONS, then the model's other columns."""
+    """Placeholder for a column of the step's tokens plus `shift`. column: TOKEN_IDS, SLOT_POSITIONS, then the model's
+    other columns."""
 
     recorder: Recorder
     column: int
@@ -69,10 +70,10 @@ TorchFunction = Callable[..., torch.Tensor]
 
 @dataclass(slots=True)
 class KernelCall:
-    """One kernel of a recorded program: method `kernel` of _native.Program with `buffers` (None: absent) and
-    `constants`, or a torch `function`. over: buffer whose place the output may take, or must if `in_place`. output: the
-    output's parameter name. first_column: first column read of each buffer. out_column: first column written of the
-    output and read of the residual."""
+    """One recorded kernel: method `kernel` of _native.Program with `buffers` (None: absent) and `constants`, or a torch
+    `function`. over: buffer whose place the output may take, or must if `in_place`. output: the output's parameter
+    name. first_column: first column read of each buffer. out_column: first column written of the output and read of the
+    residual."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -92,7 +93,7 @@ class KernelCall:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects calls. `keep` holds what their addresses point to."""
+    """Collects kernel calls while a model's layers run on placeholders. `keep` holds what their addresses point to."""
 
     calls: list[KernelCall] = field(default_factory=list)
     keep: list[object] = field(default_factory=list)
@@ -138,7 +139,7 @@ class Recorder:
         return call.out
 
     def state_layer(self, layer: int) -> int:
-        """Index of `layer`'s states in a run's plan."""
+        """Index of `layer`'s states in a run's plan (StatePlans)."""
         if layer not in self.state_layers:
             self.state_layers.append(layer)
         return self.state_layers.index(layer)
@@ -152,8 +153,7 @@ class Recorder:
         return out
 
     def call_torch(self, function: TorchFunction, width: int, inputs: Sequence[Buffer]) -> Buffer:
-        """Add a callback for an operation without a kernel: `function` of the inputs' rows returns the output's,
-        `width` columns."""
+        """Add a callback without a kernel: `function` of the inputs' rows returns the output's, `width` columns."""
         buffers: dict[str, Buffer | None] = {str(index): buffer for index, buffer in enumerate(inputs)}
         out = self._output(width, buffers)
         self.calls.append(KernelCall("torch", buffers, {}, out, function=function))
@@ -199,7 +199,7 @@ class TorchCall:
     """Torch function that a native program calls; keeps its last views of the float32 input and output rows."""
 
     def __init__(self, function: TorchFunction, buffers: Sequence[Buffer | None]) -> None:
-        """Call of torch between native kernels. buffers: inputs, then the output."""
+        """buffers: inputs, then the output."""
         self._function = function
         self._sizes = [(buffer.width, buffer.stride) for buffer in buffers if buffer is not None]
         self._place: tuple[int, list[int]] = (0, [])
@@ -231,7 +231,7 @@ def address_of(vector: torch.Tensor | None) -> int:
 
 
 def rounded_rows(num_rows: int) -> int:
-    """Rows that a program for `num_rows` is made for."""
+    """Rows (a power of two) that a program for `num_rows` is made for, so few sizes are recorded."""
     return max(SMALLEST_PROGRAM, 1 << (num_rows - 1).bit_length())
 
 
@@ -328,8 +328,7 @@ def _is_input_norm(norm: KernelCall, call: KernelCall) -> bool:
 
 
 def place_buffers(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> int:
-    """Set `offset` of every arena buffer; returns the total elements per row. Buffers that live at once do not
-    overlap."""
+    """Set `offset` of every arena buffer. Returns total elements per row. Buffers that live at once do not overlap."""
     last_use: dict[Buffer, int] = {}
     for index, call in enumerate(calls):
         for buffer in (*call.buffers.values(), call.out, call.over):
@@ -392,7 +391,7 @@ class Scratch:
 
 
 class FirstRows:
-    """View of a matrix's first rows, cached for steps of equal size."""
+    """View of a matrix's first rows, cached while steps have equal sizes."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = self._first = rows
@@ -405,7 +404,7 @@ class FirstRows:
 
 
 class RecordedProgram:
-    """Program over an arena. One run at a time."""
+    """Recorded native program over an arena of placeholders' memory. One run at a time."""
 
     def __init__(
         self,
@@ -449,8 +448,8 @@ class RecordedProgram:
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
     ) -> Callable[[], None]:
-        """Function that runs the program repeatedly over the memory of these arguments. Valid while the caller keeps
-        them and shared working memory does not grow."""
+        """Function that runs the program over these arguments' memory, valid while the caller keeps it and shared
+        working memory does not grow."""
         addresses = [0 if column is None else column.data_ptr() for column in columns]
         areas = [self._arena.address, *(rows.data_ptr() for rows in externals)]
         read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))

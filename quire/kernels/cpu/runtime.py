@@ -15,8 +15,8 @@ _PRECISIONS = {"float32": _native.MatmulPrecision.FLOAT32, "bfloat16": _native.M
 class NativeRuntime:
     """Native CPU kernels of a process, with their threads. isa: instruction set, or "auto" for the best. num_threads:
     threads of the pool, the caller included. matmul_precision: "float32"; "bfloat16", which rounds activations before
-    products (see `rounds_for_quantised`); "auto", the faster one. The attribute holds the result, precision_reason the
-    reason. Raises ConfigError for an unavailable instruction set or precision."""
+    products (see `rounds_for_quantised`); "auto", the faster. The attribute is the choice, precision_reason why. Raises
+    ConfigError for an unavailable instruction set or precision."""
 
     def __init__(self, isa: str, num_threads: int, matmul_precision: str = "float32") -> None:
         try:
@@ -40,7 +40,7 @@ class NativeRuntime:
         self._versions = itertools.count(1)
 
     def next_version(self) -> int:
-        """New version for memory of step inputs (ForwardBatch)."""
+        """New ForwardBatch.version, for newly made step inputs."""
         return next(self._versions)
 
     @property

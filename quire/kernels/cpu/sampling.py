@@ -22,9 +22,9 @@ greedy: all temperatures are 0."""
 
 
 class VocabularyKernels:
-    """Kernels bound to the columns of sampling parameters. temperature: [num_rows] float32, 0: greedy. top_k:
-    [num_rows] int64, <= 0: off. top_p: [num_rows] float64, 1: off. min_p: [num_rows] float32, 0: off. seed: [num_rows]
-    uint64. Columns are read at each call: they may change but not be replaced. One call at a time."""
+    """Native sampling kernels bound to the columns of sampling parameters. temperature: [num_rows] float32, 0: greedy.
+    top_k: [num_rows] int64, <= 0: off. top_p: [num_rows] float64, 1: off. min_p: [num_rows] float32, 0: off. seed:
+    [num_rows] uint64. Columns may change between calls but not be replaced. One call at a time."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class VocabularyKernels:
         self, logits: np.ndarray, tokens: np.ndarray, num_top: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Rank one token ([N] int64) per row of `logits` ([N, vocab_size] float32). Returns its log-probability ([N]
-        float32; NaN for a row with non-finite logits, whose other results are invalid), its rank ([N] int64, 1: best),
-        the `num_top` best tokens ([N, width] int64; width <= vocab_size; ties by token id), and their log-probabilities
-        ([N, width] float32)."""
+        float32; NaN, and other results invalid, for non-finite logits), its rank ([N] int64, 1: best), the `num_top`
+        best tokens ([N, width] int64; width <= vocab_size; ties by token id), and their log-probabilities ([N, width]
+        float32)."""
         count, vocab_size = logits.shape
         width = min(num_top, vocab_size)
         logprobs, ranks = np.empty(count, np.float32), np.empty(count, np.int64)

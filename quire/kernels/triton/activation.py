@@ -37,7 +37,7 @@ TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """Any shape, float32. NaN stays NaN."""
+    """Activation KIND of x, float32 of any shape. NaN stays NaN."""
     if KIND == RELU:
         return tl.where(x < 0.0, 0.0, x)
     if KIND == GELU:

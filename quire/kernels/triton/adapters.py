@@ -1,6 +1,5 @@
-"""Kernels of low-rank adapters: y[t] += scale * (x[t] A^T) B^T with A and B of the slot that row t names. Rows are
-sorted by slot on the device, in tiles of one slot each, so the host never waits. A row's bits do not depend on the
-batch or the slot."""
+"""Kernels of low-rank adapters: y[t] += scale * (x[t] A^T) B^T with A and B of row t's slot. The device sorts rows by
+slot, in tiles of one slot each, so the host never waits. A row's bits do not depend on the batch or the slot."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class AdapterMatrices:
         dtype: torch.dtype,
         device: torch.device,
     ) -> AdapterMatrices:
-        """Room for adapters. pieces: first column and number of columns of each."""
+        """Room for all slots' adapters, allocated at load. pieces: first column and number of columns of each."""
         widths, count = [width for _, width in pieces], len(pieces)
         starts = [max_rank * start for start in accumulate(widths, initial=0)]
         places = [(*piece, start) for piece, start in zip(pieces, starts, strict=False)]
@@ -78,8 +77,8 @@ class AdapterMatrices:
 
 @dataclass(frozen=True, slots=True)
 class SlotTiles:
-    """Rows of a step grouped by adapter slot. rows: [T] int32, numbers of rows sorted by slot. tiles: [M, 3] int32:
-    slot (0: unused), first place in `rows`, end of the slot's places."""
+    """Rows of a step grouped by adapter slot. rows: [T] int32, row numbers sorted by slot. tiles: [M, 3] int32: slot
+    (0: unused), first place in `rows`, end of the slot's."""
 
     rows: torch.Tensor
     tiles: torch.Tensor

@@ -1,7 +1,7 @@
 """Shared functions of the attention kernels: softmax over a range of a sequence's keys, block by block, and its
 merging. A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times GROUP query heads. Keys come in
-tiles at multiples of BLOCK_N. An unseen key has weight zero, so a row's result does not depend on its tile.
-Exponentials are powers of two."""
+tiles at multiples of BLOCK_N. Unseen keys weigh zero, so a row's result does not depend on its tile. Exponentials are
+powers of two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def first_seen(position, window, WINDOW: tl.constexpr):
 
 
 def score_constants(layer: LayerAttention) -> tuple[float, float, int]:
-    """`scale`, `cap` and `window` for the kernels."""
+    """`scale` and `cap` (base-2 units; 0: none) and `window` (0: all) for the kernels."""
     log2_e = LOG2_E.value
     if layer.soft_cap is None:
         return layer.stored_scale * log2_e, 0.0, layer.window or 0
@@ -67,8 +67,8 @@ def load_queries(
 @triton.jit
 def split_queries(queries, ELEMENT: tl.constexpr, PAIRS: tl.constexpr):
     """Queries as multiplied with page elements: queries, odd half, and factor of the scores. With pairs
-    (`float8.as_pairs`) the halves are even and odd dims, [BLOCK_M, DIM / 2] each in float16, and the factor, [BLOCK_M,
-    1], undoes the power of two that scales a row below 2."""
+    (`float8.as_pairs`) halves are even and odd dims, float16 [BLOCK_M, DIM / 2] each, and the factor, [BLOCK_M, 1],
+    undoes a power of two that scales rows below 2."""
     if PAIRS:
         wide = queries.to(tl.float32)
         bits = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
@@ -160,8 +160,8 @@ def _attend_tiles(
     PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the tiles that begin in [start, stop). Without MASKED, every row sees every key. PAIRS: operands are halves
-    (`split_queries`)."""
+    """Add to the softmax the tiles that begin in [start, stop). Without MASKED, every row sees every key. PAIRS:
+    operands are halves (`split_queries`)."""
     # Elements of a head: numbers, or pairs of them.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
     TOKEN: tl.constexpr = NUM_KV_HEADS * WIDTH
@@ -236,8 +236,8 @@ def attend_range(
     PAIRS: tl.constexpr,
 ):
     """Add the keys at [start, stop) to a tile's running softmax; `start` is a multiple of BLOCK_N. queries,
-    odd_queries, query_factor: from `split_queries`. pages: one layer's, at the key head's first element. table:
-    sequence's row. positions: [BLOCK_M], first_position to last_position. lasts: [BLOCK_M], last position that each row
+    odd_queries, query_factor: from `split_queries`. pages: the layer's, at the key head's first element. table:
+    sequence's row. positions: [BLOCK_M], first_position to last_position. lasts: [BLOCK_M], last position each row
     sees; last_key: largest."""
     odd_values = total
     if PAIRS:

@@ -1,7 +1,7 @@
 """Tiles and splits of device attention, from shapes and device limits.
 
-Decodes are bound by memory bandwidth: few rows, several loads in flight, enough programs. Prompts are bound by
-arithmetic. Shared memory and registers limit tiles.
+Memory bandwidth bounds decodes: few rows, several loads in flight, enough programs. Arithmetic bounds prompts. Shared
+memory and registers limit tiles.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class HeadShape:
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Tiles of an attention kernel. block_m: query rows (tokens x heads of a group). block_n: keys. num_warps,
-    num_stages: Triton's. fixed_keys: the softmax is merged from parts of this many keys at fixed positions (0: no
-    parts). max_registers: limit per thread (0: compiler's choice). uses_warp_groups: one warp group copies, two of
-    num_warps multiply (`prompt_attention`)."""
+    num_stages: Triton's. fixed_keys: the softmax merges parts of this many keys at fixed positions (0: none).
+    max_registers: per thread (0: compiler's choice). uses_warp_groups: one warp group copies, two of num_warps multiply
+    (`prompt_attention`)."""
 
     block_m: int
     block_n: int
@@ -99,8 +99,8 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """Run of the split kernel. tokens: maximum new tokens of its sequences. num_programs: programs per sequence and
-    key head. capacity: splits per sequence and key head in the scratch. min_keys: minimum keys of a split."""
+    """Run of the split kernel. tokens: maximum new tokens of its sequences. num_programs: per sequence and key head;
+    capacity: as many splits, in the scratch. min_keys: of a split."""
 
     tiles: Tiles
     tokens: int
@@ -117,8 +117,8 @@ def varlen_tiles(
     shape: HeadShape, max_query_len: int, max_seq_len: int, limits: DeviceLimits, *, allow_warp_groups: bool = False
 ) -> Tiles:
     """Tiles of the prompt kernels ("varlen"): at most the longest sequence's rows, up to 128, and as many keys as fit.
-    max_query_len: maximum new tokens of a sequence; max_seq_len: tokens of the longest sequence.
-    allow_warp_groups: result of `prompt_attention.allows_warp_groups`."""
+    max_query_len: most new tokens of a sequence; max_seq_len: most tokens. allow_warp_groups: result of
+    `prompt_attention.allows_warp_groups`."""
     if shape.itemsize == 4:
         return _float32_tiles(shape)
     rows = max_query_len * shape.group
@@ -180,7 +180,7 @@ def resident_programs(shape: HeadShape, tiles: Tiles, limits: DeviceLimits) -> i
 
 
 def num_splits(num_programs: int, max_seq_len: int, block_n: int, slots: int) -> int:
-    """Parts per sequence of up to `max_seq_len` keys, so `num_programs` (sequences x key heads) times it fill `slots`
+    """Parts per sequence of up to `max_seq_len` keys, times `num_programs` (sequences x key heads) to fill `slots`
     concurrent programs: the fewest within a tenth of the best use."""
     # With many rounds the last one matters little, and parts of less than two tiles do not pay.
     most = max(1, min(MAX_SPLITS, -(-max_seq_len // (2 * block_n)), -(-4 * slots // num_programs)))
@@ -207,7 +207,7 @@ def split_plan(shape: HeadShape, num_seqs: int, max_seq_len: int, limits: Device
 def fixed_split_plan(
     shape: HeadShape, num_seqs: int, max_seq_len: int, window: int | None, limits: DeviceLimits
 ) -> SplitPlan | None:
-    """Split plan in batch-invariant mode; None if the sequences fill the device. The choice changes no bit."""
+    """Split plan in batch-invariant mode; None if the sequences fill the device. It changes no bit."""
     slots = RESIDENT_PROGRAMS * limits.num_multiprocessors
     programs = num_seqs * shape.num_kv_heads
     capacity = -(-max_seq_len // FIXED_KEYS)

@@ -41,8 +41,8 @@ def _copy_kernel(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
-    """Places of each block's pages. addresses: [num_pages] int64 on the device, of block 0's pages. block_bytes:
-    distance to the next block. page_bytes: copied bytes per page. memory: kept alive."""
+    """Places of each block's pages, on one side of a copy. addresses: [num_pages] int64 on the device, of block 0's
+    pages. block_bytes: distance to the next block. page_bytes: copied bytes per page. memory: kept alive."""
 
     addresses: torch.Tensor
     block_bytes: int
@@ -78,8 +78,8 @@ class PageTable:
 
 
 def copy_pages(source: PageTable, destination: PageTable, pairs: torch.Tensor) -> None:
-    """Copy all pages of block pairs[i, 0] of the source to block pairs[i, 1] of the destination, in any order: no block
-    may be both read and written. pairs: [n, 2] int32 on the device, contiguous."""
+    """Copy all pages of the source's block pairs[i, 0] to the destination's pairs[i, 1], in any order: no block may be
+    both read and written. pairs: [n, 2] int32 on the device, contiguous."""
     assert source.num_pages == destination.num_pages, "both have the same pages"
     assert source.page_bytes == destination.page_bytes, "of the same size"
     if not len(pairs):
@@ -106,7 +106,7 @@ _TRITON_WORDS = {torch.int32: tl.int32, torch.int16: tl.int16, torch.int8: tl.in
 
 
 def _word(*tables: PageTable) -> torch.dtype:
-    """Widest integer type that divides all strides (bytes)."""
+    """Widest integer type to copy in: it divides all strides (bytes)."""
     for word in _TRITON_WORDS:
         if all(size % word.itemsize == 0 for table in tables for size in (table.block_bytes, table.page_bytes)):
             return word

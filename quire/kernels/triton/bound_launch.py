@@ -1,5 +1,5 @@
-"""Launches of compiled kernels without Triton's dispatch, which takes 10 to 30 us on the host. Unknown combinations are
-launched by Triton first."""
+"""Launches of compiled kernels without Triton's dispatch, 10 to 30 us on the host. Triton launches unknown combinations
+first."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _OTHER_ARGUMENTS = "its launchers take other arguments than those that this vers
 
 
 class UnknownLauncherError(Exception):
-    """A kernel's launcher cannot be called directly; the text says why."""
+    """Error of a kernel's launcher that cannot be called directly; says why."""
 
 
 class CompiledLaunches:
-    """Compiled kernels of one call site. Pointers are not checked after the first launch of a kind: a host tensor then
-    makes the kernel fault. While a profiler hooks into Triton's launches, Triton launches."""
+    """Compiled kernels of one call site. Pointers are unchecked after the first launch of a kind: a host tensor then
+    faults. While a profiler hooks into Triton's launches, Triton launches."""
 
     __slots__ = ("_fixed", "_kinds", "_last", "_open", "_parameters", "is_tritons")
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-        """Compiled forms of a kernel by launch key. kernel: JITFunction. The rest is as for BoundKernel."""
+        """kernel: JITFunction. The rest: see BoundKernel."""
         self._parameters = list(kernel.params)
         self._fixed: dict[int, Any] = {}
         self._open: list[int] = []
@@ -86,8 +86,8 @@ class CompiledLaunches:
         return True
 
     def add_compiled(self, args: tuple[Any, ...], compiled: Any) -> None:
-        """Keep `compiled`, which Triton has launched with `args`. If its launcher cannot be called directly, log that,
-        set `is_tritons`, and let Triton launch."""
+        """Keep `compiled`, which Triton has launched with `args`. If it cannot be called directly, log that, set
+        `is_tritons`, and let Triton launch."""
         if self.is_tritons:
             return
         try:
@@ -107,9 +107,9 @@ class CompiledLaunches:
 
 
 class _Kind:
-    """Arguments of one combination of types. tensors, numbers: pickers for these among the open arguments (None counts
-    as a number). fixed: values of the other parameters. order: maps fixed + pointers + numbers to parameter order.
-    compiled: launchers by `key`."""
+    """Arguments of one combination of types. tensors, numbers: pickers for these among open arguments (None is a
+    number). fixed: other parameters' values. order: maps fixed + pointers + numbers to parameter order. compiled:
+    launchers by `key`."""
 
     __slots__ = (
         "_aligned",
@@ -161,7 +161,7 @@ class _Kind:
 
 
 def _class_of(number: Any, is_literal: bool) -> object:
-    """Properties of a number that a kernel may be compiled for."""
+    """Properties of a number argument for which Triton specialises a kernel."""
     if is_literal:
         return number
     if type(number) is not int:

@@ -35,8 +35,8 @@ FEW_PARTS = 8
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
-    """Partial results of all splits, used by every layer in turn. float32: values [rows, head_dim], maxima and totals
-    [rows]; rows from `attention_tiles.scratch_rows`."""
+    """Partial results of all splits, for each layer in turn. float32: values [rows, head_dim], maxima and totals
+    [rows]; rows: `attention_tiles.scratch_rows`."""
 
     values: torch.Tensor
     maxima: torch.Tensor
@@ -106,7 +106,7 @@ def _split_kernel(
     PAIRS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
 ):
-    """Program (key head, sequence, split and every num_programs-th after it)."""
+    """Attends to splits. Program (key head, sequence, split and every num_programs-th after it)."""
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1)
     begin = tl.load(query_start + sequence)
@@ -155,7 +155,7 @@ def _split_kernel(
 @triton.jit
 def _merged_at_once(part_values, part_maxima, part_totals, place, stride, num_splits, inside, HEAD_DIM: tl.constexpr,
                     DIM: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Softmax over all splits of some heads. place: [heads], of their first split; the next is `stride` rows later."""
+    """Softmax over all splits of some heads. place: [heads], of their first split; `stride`: rows to the next."""
     part = tl.arange(0, PARTS)
     dims = tl.arange(0, DIM)
     present = (part < num_splits)[:, None] & inside[None, :]
@@ -203,8 +203,8 @@ def _merge_kernel(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Program (HEADS query heads of a group: one or at least all; sequence; its token). PARTS: at least the number of
-    splits."""
+    """Merges splits to `out`. Program (HEADS query heads of a group: one or at least all; sequence; its token). PARTS:
+    at least the number of splits."""
     sequence = tl.program_id(1)
     token = tl.program_id(2)
     begin = tl.load(query_start + sequence)

@@ -1,5 +1,5 @@
-"""Drafts on a device: writing after the known tokens, acceptance, and look-up for the next step. quire/worker/drafts.py
-has the rules and the host version."""
+"""Drafts on a device: writing after known tokens, acceptance, and look-up for the next step, by the rules of
+quire/worker/drafts.py (host version)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NOT_COMPUTED = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class DraftTables:
-    """Indices of a table's first words in the arena. token_width: words per row of the token table, which starts the
-    arena. computed: first word of [num_rows]. found: first word of [num_rows, max drafts]. texts: first word of an
-    oracle's tokens, as wide as the token table, with -1 where it knows none (-1: no oracle)."""
+    """First words of tables in the arena. token_width: words per row of the token table, which starts it. computed:
+    first word of [num_rows]. found: first word of [num_rows, max drafts]. texts: first word of an oracle's tokens, as
+    wide as the token table, with -1 where it knows none (-1: no oracle)."""
 
     token_width: int
     computed: int
@@ -68,11 +68,11 @@ def place_drafts(
     shifts: torch.Tensor,
     most_ahead: int = 0,
 ) -> None:
-    """Write the drafts of S sequences to the token table, and correct their starts. All int32. columns: rows and
-    starts, [S], and query_start, [S + 1]. drafts: number of draft tokens, [S]; index of the host's proposal in `given`,
-    [S] (-1: found ones); the sequence's tokens before that proposal, [S]; and `given`. Drafts are the proposal's tokens
-    behind those that the sequence has, at most `most_ahead`. shifts: [S], output: tokens by which a sequence starts
-    earlier than planned."""
+    """Write S sequences' drafts to the token table, and correct their starts. All int32. columns: rows and starts, [S],
+    and query_start, [S + 1]. drafts: number of draft tokens, [S]; index of the host's proposal in `given`, [S] (-1:
+    found ones); the sequence's tokens before that proposal, [S]; and `given`. Drafts are the proposal's tokens behind
+    the sequence's own, at most `most_ahead`. shifts: [S], output: tokens by which a sequence starts earlier than
+    planned."""
     num_seqs = len(columns[0])
     launch(
         _place_kernel,
@@ -124,10 +124,10 @@ def accept_drafts(
     samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     token_ids: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count the tokens that N samples get, and record them as computed. chosen: [R, 2] int32, token of each row and
-    whether its scores are finite. samples, int32: rows (request slots) and lengths, [R]; first row of each sample, [N +
-    1]; token of the step that each row reads, [R]. token_ids: [T] int64. Returns counts and resulting lengths, [N]
-    int32."""
+    """Count the tokens that N samples get; record them as computed. chosen: [R, 2] int32, token of each row and
+    whether its scores are finite. samples, int32: rows (request slots) and lengths, [R]; first row of each sample,
+    [N + 1]; token of the step that each row reads, [R]. token_ids: [T] int64. Returns counts and resulting lengths,
+    [N] int32."""
     rows, lengths, firsts, tokens_at = samples
     num_samples = len(firsts) - 1
     counts, ends = (torch.empty(num_samples, dtype=torch.int32, device=arena.device) for _ in range(2))
@@ -227,6 +227,5 @@ def _recall_kernel(
 def recall_drafts(
     arena: torch.Tensor, tables: DraftTables, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Store a recorded text's next tokens as drafts of N samples (benchmarks). Arguments and counts: see
-    `find_drafts`."""
+    """Store a recorded text's next tokens as N samples' drafts (benchmarks). The rest: see `find_drafts`."""
     return _fill(_recall_kernel, arena, tables, samples, tables.texts)

@@ -67,8 +67,8 @@ def _mean_kernel(x, starts, ends, out, size, x_stride, BLOCK: tl.constexpr):
 
 
 def mean_rows(x: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Means of runs of rows, for pooling. x: [T, size]. starts, ends: [P] int32. Returns [P, size]: means of rows
-    starts[p] to ends[p] - 1, added in order in float32."""
+    """Means of runs of rows, for pooling. x: [T, size]. starts, ends: [P] int32. Returns [P, size]: over rows starts[p]
+    to ends[p] - 1, added in order in float32."""
     num_spans, size = len(starts), x.shape[1]
     assert x.stride(1) == 1, "the elements of a row lie side by side"
     out = torch.empty(num_spans, size, dtype=x.dtype, device=x.device)

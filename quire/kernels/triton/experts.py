@@ -1,5 +1,5 @@
-"""Mixtures of experts: products of rows with their chosen experts' matrices. (Row, expert) pairs are sorted by expert
-on the device, so the host never waits for the routing. Additions run in order."""
+"""Mixtures of experts: products of rows with their chosen experts' matrices. The device sorts (row, expert) pairs by
+expert, so the host never waits. Additions run in order."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _experts_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """FIRST: activation(gate) * up of x's rows, to the pair's row of out; else down of the pair's row of x, in float32.
-    WEIGHS: the pair's weight multiplies the input (FIRST) or the output."""
+    WEIGHS: the pair's weight multiplies input (FIRST) or output."""
     tile = tl.program_id(0)
     expert = tl.load(tiles + 3 * tile).to(tl.int64)
     if expert >= 0:
@@ -133,7 +133,7 @@ class ExpertMatrices:
 
 def expert_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds: bool, is_first: bool, few: bool) -> ProductTiles:
     """Tiles of a product with experts' matrices. is_first: of gate and up, whose columns alternate. few: for few pairs
-    of each expert, with other bits."""
+    per expert, with other bits."""
     tiles = stored_tiles(matrix, dtype, rounds_activations=rounds)
     num_warps = 8 if is_first else tiles.num_warps
     tiles = replace(tiles, block_n=EXPERT_COLUMNS, num_warps=num_warps, num_stages=3)
@@ -155,9 +155,9 @@ def apply_experts(
     *,
     batch_invariant: bool = True,
 ) -> torch.Tensor:
-    """residual + the weighted sum of the experts' results for x. x, residual: [T, size] of one dtype, also of plain
-    matrices. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights.
-    batch_invariant: a row's bits do not depend on the number of rows."""
+    """residual + the weighted sum of the experts' results. x, residual: [T, size] of one dtype, plain matrices' too.
+    routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights. batch_invariant: a
+    row's bits do not depend on the number of rows."""
     num_rows, size = x.shape
     if num_rows == 0:
         return x.new_empty(0, size)

@@ -1,10 +1,9 @@
-"""top-k, top-p and min-p without sorting: find the lowest kept weight, then sample. Tokens with at least that weight
-stay; equal weights are kept or dropped together. With C(v) and S(v), number and sum of the weights >= v, it is the
-largest of the largest v with C(v) >= k (top-k), the largest v with S(v) >= p * mass (top-p, mass of what top-k leaves),
-and min-p. C and S are monotonic, so v is found by bisecting its bits. To read the row once, `cutoff` takes the r-th
-largest of its 1,024 lane maxima (from `scan`), which bounds a short list of weights; `collect` lists their tokens and
-sums all weights in float64; `pick_filtered` ranks the list. If it is too long or misses the share, ten to twenty passes
-over the row rank it."""
+"""top-k, top-p and min-p without sorting: find the lowest kept weight, then sample. Tokens of that weight or more stay;
+equal weights stay or go together. With C(v) and S(v), number and sum of the weights >= v, it is the largest of the
+largest v with C(v) >= k (top-k), the largest v with S(v) >= p * mass (top-p, mass of what top-k leaves), and min-p. C
+and S are monotonic, so v is found by bisecting its bits. To read the row once, `cutoff` takes the r-th largest of its
+1,024 lane maxima (from `scan`), which bounds a short list of weights; `collect` lists their tokens and sums all weights
+in float64; `pick_filtered` ranks the list. If it is too long or misses the share, ten to twenty passes rank the row."""
 
 from __future__ import annotations
 
@@ -246,7 +245,7 @@ def _lowest_by_passes(row, VOCAB: tl.constexpr, largest, temperature, top_k, top
 @triton.jit
 def _lowest_in_list(weights, amounts, top_k, top_p, mass, LISTED: tl.constexpr):
     """Lowest weight that top-k (0: off) and top-p keep, from a list of the largest weights, and whether the list
-    reaches the share of the whole row."""
+    reaches the row's share."""
     lowest = tl.full([], 0.0, tl.float32)
     reaches = top_p >= 0.0
     if top_k > 0:
@@ -404,8 +403,8 @@ def process(
 ) -> None:
     """Logits of the sampled distribution: divided by temperature (greedy: 1), minus infinity for filtered and banned
     tokens. scores: [R, vocab_size]; targets: [R] int32, sampled tokens; processed: [R, vocab_size] float32, may be
-    `scores`. features: bits of the rows to write, and of filtered rows. impossible: scores not above it are of banned
-    tokens."""
+    `scores`. features: bits of rows to write, and of filtered rows. impossible: banned tokens' scores are not above
+    it."""
     launch(
         _process_kernel,
         (len(scores),),
@@ -462,7 +461,7 @@ def collect(
     shapes: SamplingShapes,
     filtered: int,
 ) -> None:
-    """Write to `buffers`, per segment of each row with a `Feature` in `filtered`: tokens whose weight reaches the row's
+    """Write to `buffers`, per segment of each row with a `Feature` in `filtered`: tokens whose weight reaches the
     cutoff, their number, and the sum of all weights."""
     count, vocab_size = logits.shape
     launch(

@@ -16,8 +16,8 @@ def as_bits(pages: torch.Tensor) -> torch.Tensor:
 
 
 def as_pairs(pages: torch.Tensor) -> torch.Tensor:
-    """View of the pages for attention: two e4m3 numbers of a head as one integer, signed if they are bits that no
-    hardware converts. Wider dtypes are unchanged."""
+    """View of the pages for attention: two e4m3 numbers of a head as one integer, signed for bits that no hardware
+    converts. Wider dtypes are unchanged."""
     if pages.dtype.itemsize > 1:
         return pages
     return pages.view(torch.int16 if pages.dtype == torch.uint8 else torch.uint16)
@@ -30,8 +30,8 @@ def multiplied_bytes(dtype: torch.dtype, page_dtype: torch.dtype) -> int:
 
 @triton.jit
 def widen_e4m3(codes, DTYPE: tl.constexpr):
-    """Convert e4m3 numbers, or their bits, to DTYPE (no NaN). Shifted to float16's exponent, the bits are number / 256,
-    subnormals included."""
+    """Convert e4m3 numbers, or their bits, to DTYPE (no NaN). Shifted to float16's exponent, bits are number / 256,
+    subnormals too."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.uint16)
         values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0

@@ -1,5 +1,5 @@
-"""Latent attention over a device's pages: all heads of a token read one vector per key. A program takes 64 rows (token
-x head). Single tokens of long sequences are split into parts of SPLIT_KEYS."""
+"""Latent attention over a device's pages: a token's heads read one vector per key. A program takes 64 rows (token x
+head). Single tokens of long sequences are split into parts of SPLIT_KEYS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROGRAMS_WANTED = 2
 @dataclass(frozen=True, slots=True)
 class LatentTiles:
     """Tile sizes of latent attention. block_m: query rows; group: heads per tile, which holds block_m // group tokens.
-    block_n: keys. is_fixed: the softmax is always merged from parts of SPLIT_KEYS keys."""
+    block_n: keys. is_fixed: the softmax always merges parts of SPLIT_KEYS keys."""
 
     block_m: int
     group: int
@@ -76,7 +76,8 @@ def _prepare_kernel(
     BLOCK_SIZE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Program (token, HEADS of its heads; the last: the token's vector). Queries are rotated in place."""
+    """Rotates, and writes latents. Program (token, HEADS of its heads; the last: the token's vector). Queries are
+    rotated in place."""
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_BLOCK)
     inside = half < HALF
@@ -180,8 +181,8 @@ def _latent_kernel(
     ROPE_BLOCK: tl.constexpr, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_FIXED: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of tokens, GROUP heads, part); tiles with most keys come first. IS_SPLIT: parts go to [tokens,
-    heads, capacity] of part_values etc.; else a program has all keys of its rows."""
+    """Attends to all visible keys. Program (tile of tokens, GROUP heads, part); tiles with most keys come first.
+    IS_SPLIT: parts go to [tokens, heads, capacity] of part_values etc.; else a program has all keys of its rows."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
@@ -238,7 +239,8 @@ def _sparse_kernel(
     ROPE_BLOCK: tl.constexpr, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, GROUP heads). A token that sees more than TOP keys reads those in its row of `selected`."""
+    """Attends to chosen keys. Program (token, GROUP heads). A token that sees more than TOP keys reads those in its row
+    of `selected`."""
     token = tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
@@ -308,8 +310,8 @@ def _merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class LatentScratch:
-    """Parts of single tokens of long sequences, float32: values [num_seqs * heads * capacity * rank] or more, with
-    maxima and totals. Layers use it in turn. capacity: parts per sequence."""
+    """Parts of single tokens of long sequences, float32: values [num_seqs * heads * capacity * rank] or more, maxima,
+    totals. Layers use it in turn. capacity: parts per sequence."""
 
     values: torch.Tensor
     maxima: torch.Tensor
@@ -339,7 +341,7 @@ class LatentScratch:
 
 
 def is_cut(num_heads: int, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> bool:
-    """True if single tokens of `num_seqs` sequences are split, because they would not fill the device."""
+    """True if single tokens of `num_seqs` sequences are split, to fill the device."""
     tiles = num_seqs * blocks_of(num_heads, MOST_ROWS)
     return max_seq_len > SPLIT_KEYS and tiles < PROGRAMS_WANTED * limits.num_multiprocessors
 
@@ -406,8 +408,8 @@ class LatentKernels:
         group: int,
         selected: torch.Tensor | None = None,
     ) -> None:
-        """Write and attend over latents (`AttentionStep.attend_latent`). Inputs are contiguous; queries are rotated in
-        place. out: [T, num_heads * rank]. group: layer's KV group. Padding rows are not written."""
+        """Write and attend over latents (`AttentionStep.attend_latent`). Inputs are contiguous; queries rotate in
+        place. out: [T, num_heads * rank], without padding rows. group: layer's KV group."""
         query, turned_query, latent, turned_key = inputs
         self.prepare(turned_query, latent, turned_key, rotation, batch, group)
         self.attend_written(query, turned_query, out, batch, group, selected)

@@ -1,5 +1,5 @@
-"""Indexer of sparse latent attention on a device: scores of all visible keys, and the best of them. The threshold score
-is built two bits at a time by counting; positions that reach it are written in order."""
+"""Indexer of sparse latent attention on a device: scores of all visible keys, and the best. Counting builds the
+threshold score two bits at a time; positions that reach it are written in order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def _prepare_kernel(
     BLOCK_SIZE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Program (token; 0: its queries, rotated in place, 1: its key, to the page). Rotated pairs are HALF apart."""
+    """Rotates, and stores keys. Program (token; 0: its queries, rotated in place, 1: its key, to the page). Rotated
+    pairs are HALF apart."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIM_BLOCK)
     is_turned = dims < 2 * HALF
@@ -105,7 +106,8 @@ def _scores_kernel(
     KEYS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Program (token after `first_token`, PART keys). scores: [tokens, scores_stride] float32."""
+    """Scores of visible keys. Program (token after `first_token`, PART keys). scores: [tokens, scores_stride]
+    float32."""
     token = first_token + tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
@@ -135,7 +137,7 @@ def _scores_kernel(
 
 @triton.jit
 def _ordered(scores, at, length):
-    """Scores as ordered integers from 0 to 2^32; -1 after the last. [n] int64."""
+    """Scores as integers of the same order, 0 to 2^32, [n] int64; -1 after the last."""
     bits = tl.load(scores + at, mask=at < length, other=0.0).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
     return tl.where(at < length, bits, -1)
@@ -202,8 +204,8 @@ def select_keys(
 ) -> None:
     """Rotate, write the indexer's keys to their pages, and choose the keys that each token reads
     (`AttentionStep.select_keys`). inputs: contiguous; queries are rotated in place. pages: [num_blocks, block_size,
-    latent_width + dim]. group: layer's KV group. selected: [T, top] int32; only rows of tokens with more than `top`
-    visible keys are written."""
+    latent_width + dim]. group: layer's KV group. selected: [T, top] int32; only tokens with more than `top` visible
+    keys are written."""
     query, key, weights = inputs
     slots, tables = batch.slot_mapping[group], batch.block_tables[group]
     # Without rotation, any pointer serves as angles: the kernel does not read them.

@@ -1,6 +1,6 @@
-"""Layers with recurrent state on a device: short convolution, gated delta rule, and the gated norm after it, as
-`layers/states.py` defines them. Prompts and decodes have the same tiles, so bits depend only on the sequence; without
-`batch_invariant`, `delta_decode.py` decodes."""
+"""Layers with recurrent state on a device: short convolution, gated delta rule and gated norm, as `layers/states.py`
+defines them. Prompts and decodes have the same tiles, so bits depend only on the sequence; without `batch_invariant`,
+`delta_decode.py` decodes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _convolution_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (token, BLOCK channels). pages: at the layer's inputs."""
+    """Computes `out`. Program (token, BLOCK channels). pages: at the layer's inputs."""
     token = tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
@@ -220,8 +220,8 @@ def _prepare_kernel(
     HEADS_BLOCK: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """Program (ROWS tokens, key head; the last: decays of all value heads). keys: [T, KEY_HEADS, KEY_DIM], decays: [T,
-    VALUE_HEADS] float32."""
+    """Normalises keys, computes decays. Program (ROWS tokens, key head; the last: decays of all value heads). keys: [T,
+    KEY_HEADS, KEY_DIM], decays: [T, VALUE_HEADS] float32."""
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     head = tl.program_id(1)
     if head < KEY_HEADS:
@@ -258,7 +258,7 @@ def _tile_results(
     query, own_key, key, value, beta, old, is_own_new, state, updates, is_new, decay, sums, tile, count
 ):  # fmt: skip
     """Updates of a chunk's ROWS tokens from row `tile` on, and their results. old: known updates. is_own_new: [ROWS,
-    1], is_new: [BORDER], True for tokens with unknown updates. sums: running sums of `decay`. count: rows of the chunk.
+    1], is_new: [BORDER], tokens with unknown ones. sums: running sums of `decay`. count: rows of the chunk.
     """
     row, own_row = tl.arange(0, BORDER), tl.arange(0, ROWS)
     own = tile + own_row
@@ -299,8 +299,8 @@ def _rule_kernel(
     KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     INTERVAL: tl.constexpr, EPSILON: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys, kept_decays: the layer's pages at
-    these parts. LEAST: sequences with fewer new tokens are left out."""
+    """Computes results and states. Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys,
+    kept_decays: the layer's pages at these parts. LEAST: sequences with fewer new tokens are left out."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, start, length = _step_of(query_start, seq_lens, sequence)
     if length - start < LEAST:
@@ -469,7 +469,7 @@ def gated_delta_rule(
 def _launch_rule(
     rule: DeltaRule, tensors: Sequence[torch.Tensor], states: DeviceStateStep, sizes: Mapping[str, int]
 ) -> None:
-    """Compute the step's rows by the kernels for one and for several tokens of a sequence."""
+    """Launch the kernels for sequences with one and with several new tokens."""
     batch, pages, table = states.batch, states.floats(rule.layer), states.tables[rule.layer]
     block = max(SMALLEST_TILE, min(COLUMNS, next_power_of_2(rule.value_dim)))
     grid = blocks_of(rule.value_dim, block), rule.num_value_heads, batch.num_seqs
@@ -528,7 +528,7 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Program (HEADS heads, counted over all tokens)."""
+    """Kernel of `gated_norm`. Program (HEADS heads, counted over all tokens)."""
     head = (tl.program_id(0) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     dims = tl.arange(0, BLOCK)[None, :]
     inside = (head < num_heads) & (dims < SIZE)

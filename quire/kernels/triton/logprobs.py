@@ -1,5 +1,5 @@
 """Log-probabilities of tokens, their ranks, and the best tokens of a row. A program reads its row once. Tokens t with
-equal t % LANES form a lane, which keeps its best score and token, and a sum of exponentials. Ties go to the lower
+equal t % LANES form a lane, which keeps its best score, its token, and a sum of exponentials. Ties go to the lower
 token."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LANES = 4096
 
 @triton.jit
 def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
-    """Best score of each lane, its first token, relative sum of exponentials, number of entries above `chosen`, and
-    whether a score is non-finite."""
+    """Each lane's best score, its first token, relative sum of exponentials, entries above `chosen`, and whether a
+    score is non-finite."""
     lanes = tl.arange(0, LANES)
     best = tl.full([LANES], float("-inf"), tl.float32)
     best_token = tl.minimum(lanes, VOCAB)
@@ -151,7 +151,7 @@ def rank(
     *,
     normalized: bool,
 ) -> None:
-    """Best tokens of each row, best first, ties by token id. logits: [N, vocab_size], bfloat16, float16 or float32,
+    """Best tokens of each row, in order, ties by token id. logits: [N, vocab_size], bfloat16, float16 or float32,
     contiguous rows. targets: [N] int32, a token per row. normalized: values are log-probabilities, else logits. rows:
     [N] int32, words: parameter table; with `feature` != 0, only rows with it are written. result: [N,
     result_words(num_best)] int32: whether the row is sound; the target's rank, 1 for the best; then pairs (token,
@@ -182,7 +182,7 @@ def rank(
 
 
 def normalize(scores: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, feature: int, lanes: int = LANES) -> None:
-    """Turn rows with `feature` into log-probabilities, in place. scores: [R, vocab_size] float32; rows: [R] int32,
-    indices in `words`."""
+    """Turn rows with `feature` into log-probabilities, in place. scores: [R, vocab_size] float32; rows: [R] int32, in
+    `words`."""
     strides = (scores.stride(0), words.stride(0), scores.shape[1])
     launch(_normalize_kernel, (len(rows),), scores, rows, words, *strides, FEATURE=feature, LANES=lanes, num_warps=16)

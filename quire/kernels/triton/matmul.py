@@ -1,6 +1,6 @@
-"""Matrix products whose rows do not depend on their number: one tile size and order of additions over K. Library
-products, whose last bits vary with it, serve floating-point matrices without `batch_invariant`. Quantised matrices are
-widened in registers, or multiplied with 8-bit rows directly."""
+"""Matrix products whose rows do not depend on their number: one tile size and order of additions over K. Without
+`batch_invariant`, library products, whose last bits vary, serve floating-point matrices. Quantised matrices are widened
+in registers, or multiply 8-bit rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDE = 8192
 
 
 def tiles_for(num_columns: int, dtype: torch.dtype) -> ProductTiles:
-    """Tiles by the matrix alone: 64 rows, and stages that fit 96 KiB of shared memory (capabilities 8.6 and 8.9)."""
+    """Tiles by the matrix alone: 64 rows, and stages for 96 KiB of shared memory (capabilities 8.6 and 8.9)."""
     if dtype == torch.float32:
         return ProductTiles(block_m=64, block_n=64, block_k=32, num_warps=8, num_stages=3)
     if num_columns <= WIDE:

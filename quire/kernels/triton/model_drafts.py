@@ -39,10 +39,10 @@ def begin_pass(
     *,
     has_masks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find where P sequences of a step begin in a pass over their last known tokens. step: step's S sequences, with
-    the device's own starts. All int32. num_drafts: [S], drafts among each one's last tokens. sources: [P], indices into
-    the step. query_start: [P + 1], of the pass. has_masks: it has mask tokens for all drafts but the first. Returns
-    starts of the pass, and numbers of known tokens, [P]."""
+    """Find where P sequences begin in a pass over their last known tokens. step: S sequences, with the device's own
+    starts. All int32. num_drafts: [S], drafts among each one's last tokens. sources: [P], indices into the step.
+    query_start: [P + 1], of the pass. has_masks: it has mask tokens for all drafts but the first. Returns starts of the
+    pass, and numbers of known tokens, [P]."""
     num_passed = len(sources)
     starts, ends = (torch.empty_like(sources) for _ in range(2))
     grid = (blocks_of(num_passed, SEQUENCES),)
@@ -140,9 +140,8 @@ def _last_kernel(
 
 
 def last_tokens(arena: torch.Tensor, tables: DraftTables, step: StepColumns, is_sampled: torch.Tensor) -> torch.Tensor:
-    """Find each sequence's last token of a step that stays: the last one, without rejected drafts. is_sampled: [S]
-    int32, 1 for sequences with a sample of their own, which `accept_drafts` has counted. Returns indices into the
-    step's tokens, [S] int64."""
+    """Find each sequence's last token of a step without rejected drafts. is_sampled: [S] int32, 1 for sequences with
+    their own sample, which `accept_drafts` has counted. Returns indices into the step's tokens, [S] int64."""
     num_seqs = len(step.rows)
     last = torch.empty(num_seqs, dtype=torch.int64, device=arena.device)
     columns = step.rows, step.starts, step.query_start, is_sampled

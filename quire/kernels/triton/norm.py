@@ -1,5 +1,4 @@
-"""RMSNorm and LayerNorm over rows, optionally of a sum written back; sums of what ranks have gathered. Limit: memory
-bandwidth."""
+"""RMSNorm and LayerNorm over rows, optionally of a sum written back; sums of ranks' parts. Limit: memory bandwidth."""
 
 from __future__ import annotations
 

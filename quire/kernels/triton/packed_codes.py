@@ -16,13 +16,14 @@ _SPREAD = """
 
 
 def _text(body: str, num_results: int, *, low: str, high: str) -> str:
-    """Block of PTX. low, high: how the input's bytes 0 and 1, or 2 and 3, enter halves of a word."""
+    """Inline PTX that spreads four codes and runs `body`. low, high: how the input's bytes 0 and 1, or 2 and 3, enter
+    halves of a word."""
     spread = _SPREAD.replace("$IN", f"${num_results}").replace("LOW", low).replace("HIGH", high)
     return f"{{ .reg .b32 low, high, t, u, one, two; {spread}{body} }}"
 
 
 def _nibbles(magic: int, one: int, minus: int, kind: str) -> str:
-    """Integers 0 to 15 as the last bits of a large number, minus that number."""
+    """PTX for integers 0 to 15: last bits of a large number, minus that number."""
     lines = [f"mov.b32 one, {one:#010x}; mov.b32 two, {minus:#010x};"]
     for index, (word, shift) in enumerate([("low", 0), ("high", 0), ("low", 4), ("high", 4)]):
         lines.append(f"shr.u32 t, {word}, {shift};" if shift else f"mov.b32 t, {word};")
@@ -32,7 +33,7 @@ def _nibbles(magic: int, one: int, minus: int, kind: str) -> str:
 
 
 def _bytes_lie_above(shift: int, mask: int, factor: int, kind: str, lefts: tuple[int, ...]) -> str:
-    """Floats whose sign is the top bit of a byte or nibble: the other bits move to the wide exponent's place, and a
+    """PTX for floats whose sign is the top bit of a byte or nibble: other bits move to the wide exponent's place; a
     factor corrects the bias."""
     lines = [f"mov.b32 one, {factor:#010x}; mov.b32 two, 0x80008000;"]
     for index in range(2 * len(lefts)):

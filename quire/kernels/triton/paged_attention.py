@@ -35,8 +35,8 @@ LAST_SEEN = "last_seen"
 
 @triton.jit
 def find_sequence(query_start, tile, num_seqs, TOKENS: tl.constexpr):
-    """Sequence of query tile `tile`: the last s with query_start[s] // TOKENS + s <= tile. A sequence has at least as
-    many tile numbers as it needs."""
+    """Sequence of query tile `tile`: the last s with query_start[s] // TOKENS + s <= tile. Sequences have enough tile
+    numbers."""
     low = 0
     high = num_seqs - 1
     while low < high:

@@ -1,6 +1,6 @@
 """Attention of long prompts on Hopper, with one copying and two multiplying warp groups. Each multiplying group has 64
-rows, and computes its softmax while the other's products run (FlashAttention-3, arXiv 2407.08608, section 3.1). Written
-in Gluon, which has no interpreter."""
+rows; its softmax runs beside the other's products (FlashAttention-3, arXiv 2407.08608, section 3.1). Written in Gluon,
+which has no interpreter."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ COPYING_REGISTERS, MULTIPLYING_REGISTERS = 56, 224
 
 
 def allows_warp_groups(layer: LayerAttention, pages: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True if the kernel supports this layer: causal attention over all keys, 16-bit pages of the queries' dtype.
-    pages: [num_blocks, 2, block_size, num_kv_heads, head_dim]. dtype: the queries'."""
+    """True for causal attention over all keys, with 16-bit pages of the queries' dtype. pages: [num_blocks, 2,
+    block_size, num_kv_heads, head_dim]. dtype: the queries'."""
     group = layer.num_heads // layer.num_kv_heads
     return (
         not INTERPRETED
@@ -47,7 +47,7 @@ def allows_warp_groups(layer: LayerAttention, pages: torch.Tensor, dtype: torch.
 @gluon.jit
 def _weights(scores, maximum, total, scale):
     """Advance the online softmax by a tile. scores: [64, BLOCK_N] float32. maximum, total: [64], before the tile.
-    Returns the tile's weights relative to the new maximum, that maximum, the new total, and the factor of earlier sums.
+    Returns the tile's weights relative to the new maximum, maximum, total, and factor of earlier sums.
     """
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale)
     nothing = gl.full(scores.shape, 0.0, gl.float32, scores.type.layout)
@@ -58,7 +58,7 @@ def _weights(scores, maximum, total, scale):
 
 @gluon.jit
 def _masked(scores, first_position, first_key, GROUP: gl.constexpr, SCORES: gl.constexpr):
-    """Scores with -inf for keys after a row's position. first_position: the first token's. first_key: the tile's."""
+    """Causal scores: -inf for keys after a row's position. first_position: the first token's. first_key: the tile's."""
     position = first_position + gl.arange(0, scores.shape[0], gl.SliceLayout(1, SCORES)) // GROUP
     key = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, SCORES))
     return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), scores, float("-inf"))
@@ -113,9 +113,9 @@ def _step(step, weights, sums, factor, maximum, total, first_position, first_key
           full_keys, full_values, empty_keys, empty_values, turns, NUMBER: gl.constexpr, GROUP: gl.constexpr,
           BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
           num_warps: gl.constexpr):  # fmt: skip
-    """Compute this step's scores and weights while the last step's `weights` are multiplied with its values. sums: [64,
-    DIM], earlier weighted values; factor: applied to them first. Returns weights, sums, factor, maximum and total for
-    the next step."""
+    """Compute this step's scores and weights while the last step's `weights` multiply its values. sums: [64, DIM],
+    earlier weighted values; factor: applied to them first. Returns weights, sums, factor, maximum and total for the
+    next step."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])
     stage = step % STAGES
@@ -146,7 +146,7 @@ def _multiply(query, out, begin, first, num_tokens_of_tile, kv_head, first_posit
               NUMBER: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
               STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """Multiplying warp group NUMBER: 64 of the program's rows. begin: the sequence's first token in the batch. first:
-    the program's first token in the sequence."""
+    the program's, in the sequence."""
     ROWS: gl.constexpr = 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])

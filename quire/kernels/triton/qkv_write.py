@@ -181,15 +181,15 @@ def prepare_heads(
     heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, pages: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Norm and rotate queries in place; norm and rotate keys, and write keys and values to their pages. qkv: [T,
-    (num_heads + 2 num_kv_heads) * head_dim], contiguous rows; its keys and values are not changed. rotation: cos and
-    sin at the T positions, or None. pages: [num_blocks, 2, block_size, num_kv_heads, head_dim], any float dtype or e4m3
-    bits. slots: [T] int64, block * block_size + offset; < 0: not written."""
+    (num_heads + 2 num_kv_heads) * head_dim], contiguous rows; keys and values stay. rotation: at the T positions, or
+    None. pages: [num_blocks, 2, block_size, num_kv_heads, head_dim], any float dtype or e4m3 bits. slots: [T] int64,
+    block * block_size + offset; < 0: not written."""
     HeadPreparation(heads, pages).launch(qkv, rotation, slots)
 
 
 class _WriteKernel:
-    """Kernel over one layer's pages. num_heads: query heads, 0 leaves them unchanged. half: angles per token, 0 for
-    no rotation."""
+    """Kernel of HeadPreparation over one layer's pages. num_heads: query heads, 0 leaves them unchanged. half: angles
+    per token, 0 for no rotation."""
 
     def __init__(
         self,

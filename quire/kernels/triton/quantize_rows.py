@@ -24,8 +24,8 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """x = codes * scales. codes: [T, K] int8, or float8_e4m3fn (interpreter: their bits, uint8). scales: [T, groups]
-    float32; one per row for integers."""
+    """Activations rounded for a product: x = codes * scales. codes: [T, K] int8, or float8_e4m3fn (interpreter: their
+    bits, uint8). scales: [T, groups] float32; one per row for integers."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -87,8 +87,8 @@ def round_rows(x: torch.Tensor, matrix: StoredMatrix) -> RoundedRows:
 
 
 def round_to_e4m3(x: torch.Tensor, group_size: int) -> RoundedRows:
-    """Round rows to e4m3 with scales. x: [T, K], rows may be strided. Each group of `group_size` elements (0: the row)
-    is divided by its largest magnitude / 448 and rounded to nearest; non-finite becomes NaN."""
+    """Round rows to e4m3 with scales. x: [T, K], rows may be strided. Groups of `group_size` elements (0: the row) are
+    divided by their largest magnitude / 448 and rounded to nearest; non-finite becomes NaN."""
     num_rows, width = x.shape
     group = group_size or width
     groups = blocks_of(width, group)

@@ -1,5 +1,5 @@
-"""Fastest product with quantised matrices for a number of rows. A row's last bits depend on the range of the row
-count; `matmul` is the same for all."""
+"""Fastest product with quantised matrices for a number of rows. A row's last bits depend on the row count's range;
+`matmul`'s do not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def many_tiles(tiles: ProductTiles, matrix: StoredMatrix) -> ProductTiles:
 
 
 def multiplies_by_library(x: torch.Tensor, matrix: StoredMatrix) -> bool:
-    """True if the library multiplies e4m3 operands with row scales: on cards that support it, for bfloat16 results."""
+    """True if the library multiplies e4m3 operands with row scales: from capability 9.0 on, for bfloat16 results."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or matrix.codes.dtype != torch.float8_e4m3fn or matrix.group_size:
         return False
     _, n, k = matrix.shape
@@ -65,8 +65,8 @@ def quantized_matmul(
     *,
     rounds_activations: bool = False,
 ) -> torch.Tensor:
-    """Product with one quantised matrix (`matmul`). For many rows, 4-bit matrices are first widened to x's dtype in
-    temporary memory."""
+    """Product with one quantised matrix (`matmul`). For many rows, 4-bit matrices are first widened to x's dtype,
+    temporarily."""
     m, n = x.shape[0], matrix.shape[1]
     widened = matrix.kind >= I4.value and not rounds_activations
     if m >= MEDIUM and widened:

@@ -72,7 +72,8 @@ def _route_kernel(
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
 ):
-    """Program (row). out: [T, 2 * TOP_K], chosen experts in ascending order, then their weights."""
+    """Kernel of `route`, a program per row. out: [T, 2 * TOP_K], chosen experts in ascending order, then their
+    weights."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     outside = index >= EXPERTS

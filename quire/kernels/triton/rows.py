@@ -107,10 +107,10 @@ def _prepare_kernel(
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """Places of the tables in the arena, in words: token table first, then block tables. token_width: words per row
-    of the token table. blocks: [groups, 2] int32 on the device, start and row words of each table of tokens. values:
-    first word of the step-column values, [num_rows, columns]. rules: [columns] int32 on the device
-    (quire/worker/columns.py). token_shift: 1 for inputs that are each position's next token, else 0."""
+    """Places of tables in the arena, in words: token table first, then block tables. token_width: per row of the token
+    table. blocks: [groups, 2] int32 on the device, start and row words of each table of tokens. values: first word of
+    the step-column values, [num_rows, columns]. rules: [columns] int32 on the device (quire/worker/columns.py).
+    token_shift: 1 for inputs that are each position's next token, else 0."""
 
     token_width: int
     blocks: torch.Tensor
@@ -134,9 +134,8 @@ class StepColumns:
 
 @dataclass(frozen=True, slots=True)
 class InputBuffers:
-    """Inputs of any step, at full capacity; see DeviceBatch. token_ids, slot_positions: [T] int64. slots: [groups of
-    tokens, T] int64. others: [columns, T] int64, the model's further columns. rows, seq_lens: [S] int32. query_start:
-    [S + 1] int32."""
+    """Inputs of any step, at full capacity; see DeviceBatch. int64: token_ids, slot_positions, [T]; slots, [groups of
+    tokens, T]; others, [columns, T], the model's further columns. int32: rows, seq_lens, [S]; query_start, [S + 1]."""
 
     token_ids: torch.Tensor
     slot_positions: torch.Tensor

@@ -103,8 +103,7 @@ def _banned_kernel(
 
 @triton.jit(do_not_specialize=["saved_stride"])
 def _gather_kernel(scores, rows, lists, saved, scores_stride, saved_stride, SAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Save the scores of allowed tokens, or restore them. saved: line per row of `scores`, because rows may share a
-    list."""
+    """Save or restore the scores of allowed tokens. saved: line per row of `scores`, as rows may share a list."""
     index = tl.program_id(0).to(tl.int64)
     begin, size = _list_of(lists, tl.load(rows + index).to(tl.int64), ALLOWED)
     own = saved + index * saved_stride
@@ -173,8 +172,8 @@ def keep_allowed(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor, 
 
 
 def keep_masked(scores: torch.Tensor, indices: torch.Tensor, words: torch.Tensor) -> None:
-    """Make tokens impossible that a row's mask does not allow. indices: [M] int32, rows of `scores`. words: [M, W]
-    int32, 32 tokens each."""
+    """Make tokens impossible outside a row's mask. indices: [M] int32, rows of `scores`. words: [M, W] int32, 32 tokens
+    each."""
     vocab_size = scores.shape[1]
     grid = (triton.cdiv(vocab_size, FILL), len(indices))
     launch(_mask_kernel, grid, scores, indices, words, scores.stride(0), words.stride(0), vocab_size, BLOCK=FILL)

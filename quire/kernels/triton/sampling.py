@@ -1,6 +1,6 @@
 """Token choice in one pass over the logits: best token, or one sampled from the whole vocabulary. `scan` leaves each
-segment's largest score, its token, and the sum of weights relative to it. `pick` chooses a segment and the token inside
-by the inverse cumulative distribution in a fixed order."""
+segment's largest score, its token, and the sum of weights relative to it. `pick` chooses a segment and its token by the
+inverse cumulative distribution in a fixed order."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _scan_kernel(
 
 @triton.jit
 def finish_row(token, is_sound, index, position, token_table, chosen, table_stride, row):
-    """Write a token to the results and after the row's last token in the table. An unsound row gets token 0."""
+    """Write a row's chosen token to the results and, at `position`, to the token table. An unsound row gets token 0."""
     token = tl.where(is_sound, token, 0)
     tl.store(chosen + index * 2, token)
     tl.store(chosen + index * 2 + 1, is_sound.to(tl.int32))
@@ -177,8 +177,8 @@ def pick(
     random: bool,
     filtered: int,
 ) -> None:
-    """Choose a token for each unfiltered row from the results of `scan`, and write it to `buffers.chosen` and to the
-    token table at the row's length."""
+    """Choose each unfiltered row's token from the results of `scan`; write it to `buffers.chosen` and, at the row's
+    length, to the token table."""
     count, vocab_size = logits.shape
     num_segments = shapes.num_segments(vocab_size)
     launch(

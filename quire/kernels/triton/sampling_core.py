@@ -48,7 +48,7 @@ def uniform(seed, index):
 
 @triton.jit
 def position_of(cumulative, amounts, target, SIZE: tl.constexpr):
-    """Index of the first entry whose cumulative amount exceeds the target, at most the last with an amount. All [SIZE]
+    """Index of the first entry whose cumulative amount exceeds the target, else the last with an amount. All [SIZE]
     float64."""
     places = tl.arange(0, SIZE)
     first = tl.min(tl.where((amounts > 0) & (cumulative > target), places, SIZE))
@@ -58,8 +58,8 @@ def position_of(cumulative, amounts, target, SIZE: tl.constexpr):
 
 @triton.jit
 def draw_within(row, start, end, likeliest, target, lowest, largest, temperature, TILE: tl.constexpr):
-    """Token of start..end at which the ordered sum of weights >= `lowest` exceeds `target` (float64). likeliest:
-    fallback if all weights vanish in rounding."""
+    """Token of start..end at which the ordered sum of weights >= `lowest` exceeds `target` (float64). likeliest: if all
+    weights vanish in rounding."""
     token = likeliest
     position = tl.full([], 0, tl.int32) + start
     while position < end:

@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SamplingShapes:
-    """Sizes (powers of two), the same for every batch, as a row's sums depend on them. segment: tokens per program of
-    `scan`. lanes: tokens with equal t % lanes form a lane. tile: tokens examined together in a segment. listed: maximum
-    tokens of a row ranked in registers. ranked: maximum rank found by lane maxima."""
+    """Sizes (powers of two), fixed, as a row's sums depend on them. segment: tokens per program of `scan`. lanes:
+    tokens with equal t % lanes form a lane. tile: tokens examined together in a segment. listed: maximum tokens of a
+    row ranked in registers. ranked: maximum rank found by lane maxima."""
 
     segment: int = 8192
     lanes: int = 1024
@@ -43,8 +43,8 @@ class Histories(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingBuffers:
-    """Results that sampling kernels pass on, for R rows of S segments; unused tensors are empty. chosen: [R, 2] int32,
-    token and whether the row is sound. maxima, sums: [R, S] float32, tokens: [R, S] int32, from `scan`: largest score,
+    """Results between sampling kernels, for R rows of S segments; unused tensors are empty. chosen: [R, 2] int32, token
+    and whether the row is sound. maxima, sums: [R, S] float32, tokens: [R, S] int32, from `scan`: largest score,
     relative sum of weights, and the score's first token, -1 for NaN or plus infinity. lane_maxima: [R, S, lanes]
     float32. cutoffs: [R, 3] float32: largest score, lowest weight listed, lowest weight kept. counts: [R, S] int32,
     masses: [R, S] float64, from `collect`. lists: [R, S, listed] int16, places in the segment, in order."""

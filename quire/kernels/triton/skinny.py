@@ -1,5 +1,5 @@
 """Products of few rows with quantised matrices, at memory bandwidth. Matrix rows are the tensor cores' rows, rows of x
-their columns (at least 8). Each warp has slices of K, added in one order."""
+their columns (at least 8). Warps have slices of K, added in one order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUMMED = 512
 class SkinnyTiles:
     """Tiles of a product of few rows. rows, block_m: rows of the matrix and of x per program. slices: parts of K
     multiplied at once, block_k columns each, or as many as divide a group of scales; PAIRED in paired formats. splits:
-    programs that share K; another kernel adds their sums."""
+    programs that share K, whose sums another kernel adds."""
 
     rows: int
     block_m: int
@@ -194,7 +194,7 @@ def _add_step(
     ROUNDED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """total plus low @ a, and high @ b for pairs; sums: running sums of x, for row offsets. scales: from `_scales`."""
+    """total + low @ a, + high @ b for pairs; sums: running, of x, for row offsets. scales: from `_scales`."""
     PAIRS: tl.constexpr = FORMAT >= I4
     scale, scale_2, offset, offset_2 = scales
     if GROUP == 0 or FORMAT == NVFP4:
@@ -227,7 +227,7 @@ def _scaled_rows(result, of_row, scale_at, offset_at, HAS_OFFSETS: tl.constexpr)
 
 @triton.jit
 def _columns(SLICES: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Column numbers of a step over K: the first of each slice, and all (of paired formats those of low nibbles)."""
+    """Column numbers of a step over K: the first of each slice, and all (paired formats: low nibbles')."""
     if SLICES == 1:
         first = 0
         columns = tl.arange(0, PART)
@@ -239,7 +239,7 @@ def _columns(SLICES: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _bounds(K: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr):
-    """First column of a split, and its end."""
+    """First column of K of this program's split, and its end."""
     LENGTH: tl.constexpr = (K + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin, end = 0, K
     if SPLITS > 1:
@@ -250,7 +250,7 @@ def _bounds(K: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _store(result, out, bias, residual, columns, tokens, m, n, stride, HAS_BIAS, HAS_RESIDUAL, DTYPE: tl.constexpr):
-    """Convert to DTYPE and store. result: [rows of the matrix, rows of x]."""
+    """Add bias and residual, convert to DTYPE and store. result: [rows of the matrix, rows of x]."""
     within = columns < n
     inside = within[:, None] & (tokens < m)[None, :]
     to = tokens.to(tl.int64)[None, :] * stride + columns[:, None]
@@ -291,7 +291,8 @@ def _skinny_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Program (rows of the matrix, rows of x, split). With splits `out` is [splits, m, n]."""
+    """Kernel of `skinny_product`. Program (rows of the matrix, rows of x, split). With splits `out` is [splits, m,
+    n]."""
     PAIRS: tl.constexpr = FORMAT >= I4
     PART: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
     WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3
@@ -356,7 +357,7 @@ def _sum_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (columns, row): adds the splits in order."""
+    """Adds the splits in order, bias and residual too. Program (columns, row)."""
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = columns < n

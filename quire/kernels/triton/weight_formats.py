@@ -66,7 +66,7 @@ class StoredMatrix:
         return self.codes, self.scales, self.offsets, self.row_scales
 
     def with_tensors(self, tensors: Sequence[torch.Tensor | None]) -> StoredMatrix:
-        """Another stack of the same format. tensors: in the order of `tensors`."""
+        """Stack of the same format with other `tensors`."""
         codes, scales, offsets, row_scales = tensors
         assert codes is not None, "every matrix has codes"
         return replace(self, codes=codes, scales=scales, offsets=offsets, row_scales=row_scales)
@@ -84,14 +84,14 @@ class StoredMatrix:
 
 @triton.jit
 def exponent(codes):
-    """2 ** (code - 127), float32."""
+    """Scale of an e8m0 code: 2 ** (code - 127), float32."""
     wide = codes.to(tl.uint32)
     return tl.where(wide == 0, 1 << 22, wide << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _add_products(a, b, accumulator, ROUNDED: tl.constexpr, PARTIAL: tl.constexpr):
-    """accumulator + a @ b for int8 (int32 sums), e4m3 (if ROUNDED) or floats."""
+    """One step of a product: accumulator + a @ b for int8 (int32 sums), e4m3 (if ROUNDED) or floats."""
     if accumulator.dtype == tl.int32:
         total = tl.dot(a, b, accumulator, out_dtype=tl.int32)
     elif not ROUNDED:
@@ -117,7 +117,7 @@ def _tile(
     ROUNDED: tl.constexpr,
 ):
     """[features, rows] of a matrix in DTYPE, or e4m3 or int8 if ROUNDED. from_row: [1, rows] pointers. pairs: loaded
-    bytes of paired formats, of which nibble `half` is used."""
+    bytes of paired formats; nibble `half` counts."""
     inside = ks[:, None] < K
     if FORMAT <= E4M3:
         w = tl.load(from_row + ks[:, None], mask=inside, other=0.0)
@@ -163,8 +163,8 @@ def product(
 ):
     """[BLOCK_M, BLOCK_N] float32: rows of x times rows of a StoredMatrix, added in order of k. x_rows: [BLOCK_M]
     pointers. ROUNDED: x is e4m3 (or bits), or int8 for integer matrices, with exact sums; x_scales: [BLOCK_M] pointers
-    to the rows' scales, one per group for e4m3, one per row for integers. share: [BLOCK_M] float32, factor of x if
-    SHARED. rows: [BLOCK_N] int64, counted through the stack. DTYPE: of x before rounding."""
+    to rows' scales, per group for e4m3, per row for integers. share: [BLOCK_M] float32, factor of x if SHARED. rows:
+    [BLOCK_N] int64, counted through the stack. DTYPE: of x before rounding."""
     PAIRS: tl.constexpr = FORMAT >= I4
     WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3
     SUMS: tl.constexpr = tl.int32 if WHOLE else tl.float32
