@@ -8,7 +8,8 @@ from quire.outputs import CompletionOutput, RequestOutput
 
 
 class PhaseTimes(NamedTuple):
-    """Seconds of the consecutive phases (queue, prefill, decode) of a request that got a token."""
+    """Seconds of the consecutive phases (queue, prefill, decode) of a request that got a token. Used by metrics, logs
+    and traces."""
 
     queue: float
     """Arrival to first step."""

@@ -111,7 +111,7 @@ class EngineMetrics(Collector, StatsListener):
         self._rejections.count(reason)
 
     def outcomes(self) -> dict[str, int]:
-        """Finished sequences by finish reason and refused requests by reason; those that there were."""
+        """Finished sequences by finish reason and refused requests by reason; without zeros. Shown on the dashboard."""
         found = {**self._finished.totals(), **self._rejections.totals()}
         return {reason: int(count) for reason, count in found.items() if count}
 
@@ -124,7 +124,7 @@ class EngineMetrics(Collector, StatsListener):
         self.stats = stats
 
     def record_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Take a step's outputs: one delta per request."""
+        """Take a step's outputs: one delta per request. Called by AsyncLLM."""
         now = self._clock.now()
         for output in outputs:
             progress = self._requests.get(output.request_id)
@@ -278,7 +278,7 @@ class Histogram:
         self._own[-1] += value
 
     def family(self, name: str, labels: dict[str, str]) -> HistogramMetricFamily:
-        """Exposition as `name`, with cumulative counts."""
+        """Exposition as `name` for a scrape, with cumulative counts."""
         family = HistogramMetricFamily(name, self.help, labels=list(labels))
         *counts, sum_value = self._cells.totals()
         cumulative, rows = 0.0, []
@@ -298,7 +298,7 @@ class StepTokens:
         self._before = EngineStats()
 
     def record(self, stats: EngineStats) -> None:
-        """Take a snapshot. Several steps since the last one count as their mean."""
+        """Take the engine's snapshot after a step. Several steps since the last one count as their mean."""
         num_steps = stats.steps_total - self._before.steps_total
         num_tokens = _num_iteration_tokens(stats) - _num_iteration_tokens(self._before)
         if num_steps > 0:

@@ -104,7 +104,7 @@ def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits, bac
 
 
 def _bytes(values: npt.NDArray[Any], where: str) -> Pixels:
-    """Values as uint8; other types as Transformers takes them, if all are bytes."""
+    """Pixel values as uint8; other types as Transformers takes them, if all are bytes."""
     if values.dtype == np.uint8:
         return values
     if values.dtype.kind not in "biuf":

@@ -46,7 +46,7 @@ NUM_SPARE = 2
 
 
 class Rehearsal:
-    """Fork that rehearses, or waits for a text."""
+    """Fork of the server that rehearses, or waits for a text."""
 
     def __init__(self, pid: int, connection: FrameConnection) -> None:
         self.pid = pid
@@ -69,7 +69,8 @@ class Rehearsal:
 
 class ForkServer:
     def __init__(self, setup: ForkServerSetup, vocabulary: LLTokenizer | None, failure: str) -> None:
-        """failure: reason why the model's tokenizer has no vocabulary, which refuses every text."""
+        """vocabulary: shared with all forks. failure: reason why the model's tokenizer has no vocabulary, which refuses
+        every text."""
         self._setup = setup
         self._limits = setup.limits
         self._vocabulary = vocabulary
@@ -227,8 +228,8 @@ def main() -> None:
 
 
 def serve(load: Callable[..., Tokenizer | None]) -> None:
-    """Read the setup from standard input, make the vocabulary and fork until the parent is gone. load: makes the
-    tokenizer from the engine's options and the model's vocabulary size."""
+    """Main of the process: read the setup from standard input, make the vocabulary and fork until the parent is gone.
+    load: makes the tokenizer from the engine's options and the model's vocabulary size."""
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return  # the parent ended before it had said what to do

@@ -56,7 +56,8 @@ DEATH_SECONDS = 60.0
 
 @dataclass(slots=True)
 class KeptGrammar:
-    """number: id in the mask process. used_at: time.monotonic() when a matcher was last seen."""
+    """Grammar that the mask process keeps. number: id in the mask process. used_at: time.monotonic() when a matcher was
+    last seen."""
 
     number: int
     size: int
@@ -64,7 +65,7 @@ class KeptGrammar:
 
 
 class MaskClient:
-    """Used by one thread, except `ended_slots`, to which any may add."""
+    """Engine core's connection to the mask process. Used by one thread, except `ended_slots`, to which any may add."""
 
     def __init__(
         self, vocab_size: int, start: Callable[[int, int], None], condemn: Callable[[ConstraintText, str], None]
@@ -219,7 +220,7 @@ class MaskClient:
         self._missing.add(matcher.slot)
 
     def receive(self) -> bool:
-        """Process messages. False: there were none."""
+        """Process the messages that have come. False: there were none."""
         connection = self.connection
         if connection is None:
             return False

@@ -65,7 +65,7 @@ NO_DRAFTS: list[tuple[int, int]] = []
 
 
 class Slot:
-    """Sequence. Its work is done in order, one piece at a time."""
+    """Sequence in the mask process. Its tasks are done in order, one at a time."""
 
     def __init__(self, number: int, charge: int, seconds: float, compiled: Compiled) -> None:
         """number: index of its mask in shared memory. charge: number of its request, for fair turns. seconds: known
@@ -112,7 +112,7 @@ class Compiled:
         return self._start is None and self._compile_seconds > SLOW_SECONDS
 
     def start(self, vocabulary: LLTokenizer) -> LLMatcher:
-        """New matcher at the grammar's start. Raises UserError."""
+        """New library matcher at the grammar's start. Raises UserError."""
         with self._lock:
             if self._start is None:
                 start = start_matcher(vocabulary, self._text)
@@ -203,7 +203,7 @@ class MaskProcess:
         self._consume_apart = ConsumeApart(vocabulary)
 
     def work(self, thread: int) -> None:
-        """Do tasks and read messages until the engine core is gone."""
+        """Loop of each thread: do tasks and read messages until the engine core is gone."""
         try:
             scratch = MaskScratch(self._shape.num_written)
             turn = self._turn
@@ -371,7 +371,7 @@ class MaskProcess:
             self._add(following)
 
     def _answer(self, task: Task, work: New | Advance, scratch: MaskScratch) -> MatcherAnswer:
-        """Follow the tokens. `num_draft_masks` is -1 if the mask must be made."""
+        """Follow a step's tokens. `num_draft_masks` is -1 if the mask must be made."""
         slot, compiled = task.slot, task.compiled
         slot.serial = work.serial
         slot.drafts = NO_DRAFTS

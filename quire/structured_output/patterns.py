@@ -34,7 +34,8 @@ _FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
 
 @dataclass(frozen=True)
 class Characters:
-    """One character of a set. ranges: ascending and disjoint; None if `text` names a Unicode property."""
+    """Node of a parsed expression: one character of a set. ranges: ascending and disjoint; None if `text` names a
+    Unicode property."""
 
     ranges: Ranges | None
     text: str
@@ -451,7 +452,7 @@ def _holds(edge: Characters, code: int) -> bool:
 
 
 class Languages:
-    """Lists of the texts that expressions match, if these are few."""
+    """Lists of the texts that expressions match, if few."""
 
     def __init__(self, limit: int, max_length: int, budget: Budget) -> None:
         """limit: most texts of an expression. max_length: most characters of a text."""

@@ -13,7 +13,8 @@ SCALARS = ("null", "boolean", "number", "integer", "string")
 
 
 def without_endless(schema: NormalSchema) -> None:
-    """Replace such parts by `false`. Raises ValueError if the whole is one. Linear in the schema's size."""
+    """Replace parts that only endless texts satisfy by `false`. Raises ValueError if the whole is one. Linear in the
+    schema's size."""
     if schema.root is False:
         raise ValueError("no text follows the schema")
     if not schema.definitions:

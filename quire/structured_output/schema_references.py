@@ -26,7 +26,7 @@ LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 
 @dataclass
 class Resource:
-    """Schema with its own base URI, or the document."""
+    """Schema with its own base URI (`$id`), or the document."""
 
     uri: str
     node: Any

@@ -250,7 +250,7 @@ class ConstraintService:
 
 
 class Known(NamedTuple):
-    """Outcome of a text, and its record of tokens (ConstraintText.behind)."""
+    """Outcome of an earlier text, and its record of tokens (ConstraintText.behind)."""
 
     outcome: Outcome
     behind: bytearray

@@ -18,7 +18,7 @@ MAX_KEPT_CHARACTERS = 2**22
 
 
 class GrammarWriter:
-    """Writes constraints as grammars, and keeps the most recently used. Thread-safe."""
+    """Writes constraints of arriving requests as grammars, and keeps the most recently used. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         """vocab_size: model's tokens, perhaps fewer than the tokenizer's."""

@@ -27,7 +27,7 @@ class TokenStream(Protocol):
         ...
 
     def push(self, token_id: int) -> str:
-        """Text that this token makes certain."""
+        """Text that this token completes."""
         ...
 
     def flush(self) -> str:
@@ -36,7 +36,7 @@ class TokenStream(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Decoder of one growing completion.
+    """Decoder of one growing completion, in the front end.
 
     skipped: token ids without text (special tokens, or none). prompt_token_ids: prompt of the completion. Its text is
     not returned, but the completion reads as its continuation.

@@ -11,7 +11,7 @@ IMAGES = ("image", "video")
 
 
 class ImagesRefusedError(Exception):
-    """The template takes message content as one string."""
+    """Error of a message with images: the template takes message content as one string."""
 
 
 def wants_parts(tree: nodes.Template) -> bool:

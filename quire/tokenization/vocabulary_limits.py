@@ -26,13 +26,14 @@ _STEP_TEXT = re.compile(rb'"(Regex|String|precompiled_charsmap)"\s*:\s*$')
 
 
 def max_values(vocab_size: int | None) -> int:
-    """Maximum values in a file. vocab_size: the model's, if known."""
+    """Maximum values (entries, merges) in a tokenizer's file. vocab_size: the model's, if known."""
     num_tokens = (LARGEST_VOCABULARY if vocab_size is None else vocab_size) + NUM_OTHER_TOKENS
     return min(MAX_TOKENIZER_VALUES, VALUES_PER_TOKEN * num_tokens)
 
 
 def count_values(content: bytes, *, is_text: bool) -> int:
-    """Lower bound of the values in a JSON text, from its commas; for merges.txt (`is_text`), two per line."""
+    """Count before parsing: lower bound of the values in a JSON text, from its commas; for merges.txt (`is_text`), two
+    per line."""
     return 2 * content.count(b"\n") if is_text else content.count(b",")
 
 
