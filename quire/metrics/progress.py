@@ -1,4 +1,4 @@
-"""Progress of a request and durations of its phases, for listeners of the engine."""
+"""Progress and phases of requests, for the engine's listeners."""
 
 from __future__ import annotations
 

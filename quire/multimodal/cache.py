@@ -1,4 +1,4 @@
-"""Cache of prepared images and videos, so a repeated file is not decoded again."""
+"""Prepared images and videos, to decode a repeated file once."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _JPEGS = ("JPEG", "MPO")
 def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, *, background: Color = WHITE) -> Pixels:
     """Pixels of an image file, turned by its EXIF orientation; the first frame of an animation.
 
-    where: path of the field, for errors. background: colour under transparent pixels. Raises UserError.
+    background: colour under transparent pixels. Raises UserError.
     """
     if len(data) > limits.max_bytes:
         raise too_many_bytes(where, len(data), limits)

@@ -1,4 +1,4 @@
-"""Preparation of an image for a model, in this process or in a helper that gets its file."""
+"""Preparation of an image, in this process or a helper."""
 
 from __future__ import annotations
 

@@ -378,8 +378,8 @@ def read_video_processor(
     tokens_per_second: float | None = None,
 ) -> AnyVideoProcessor | None:
     """Read a checkpoint's video processor; None for one that differs from that of images in patches or normalisation.
-    options: the engine's. most_tokens: see VideoProcessor. tokens_per_second: None for models other than Qwen2.5-VL,
-    which may have one file for images and videos. Raises ModelLoadError with file and key."""
+    options: the engine's. tokens_per_second: None for models other than Qwen2.5-VL, which may have one file for images
+    and videos. Raises ModelLoadError with file and key."""
     path, values = directory / _JOINT_FILE, read_optional_json(directory / _JOINT_FILE).get(_VIDEOS)
     for name in (_FILE,) if tokens_per_second is None else (_FILE, _IMAGE_FILE):
         if not isinstance(values, dict) or not values:

@@ -94,6 +94,6 @@ class SamplingKernels(Protocol[Array]):
     def rank_tokens(
         self, logits: torch.Tensor, token_ids: Array, num_top: int, *, normalized: bool
     ) -> Deferred[Ranking]:
-        """Log-probability and rank of one given (prompt) token per row, and the `num_top` (at most MAX_LOGPROBS) best
-        ones. logits: [N, vocab_size], contiguous rows. token_ids: [N] int64, int32 on a device."""
+        """Work of `Sampler.logprobs`: ranking of one given (prompt) token per row, and the `num_top` best. logits:
+        contiguous rows."""
         ...

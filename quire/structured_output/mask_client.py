@@ -1,5 +1,4 @@
-"""Engine core's side of the mask process: collects questions, takes answers, and replaces a process that has died
-or hangs."""
+"""Client of the mask process."""
 
 from __future__ import annotations
 
@@ -65,7 +64,8 @@ class KeptGrammar:
 
 
 class MaskClient:
-    """Engine core's connection to the mask process. Used by one thread, except `ended_slots`, to which any may add."""
+    """Engine core's side of the mask process: collects questions, takes answers, replaces a process that died or hangs.
+    Used by one thread, except `ended_slots`, to which any may add."""
 
     def __init__(
         self, vocab_size: int, start: Callable[[int, int], None], condemn: Callable[[ConstraintText, str], None]

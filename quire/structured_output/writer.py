@@ -30,8 +30,7 @@ class GrammarWriter:
         self._kept: RecentTexts[str] = RecentTexts(lambda text, grammar: len(text) + len(grammar))
 
     def write(self, params: StructuredOutputsParams) -> str:
-        """Grammar of a constraint. Raises UserError for a constraint that is too large or unreadable, and for models
-        whose tokens have no text of their own."""
+        """Grammar of a constraint. Raises as `write_grammar` and `check_tokenizer`."""
         check_tokenizer(self._tokenizer)
         params = self.config.apply(params)
         try:

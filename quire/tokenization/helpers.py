@@ -1,5 +1,5 @@
-"""Pool of helper processes of a front end. A job renders a conversation, tokenizes a long text, or reads a large
-request body. Helpers start on demand and are reused. One that exceeds a limit, hangs or dies fails only its job."""
+"""Pool of a front end's helper processes (helper_process.py). They start on demand and are reused. One that exceeds a
+limit, hangs or dies fails only its job."""
 
 from __future__ import annotations
 

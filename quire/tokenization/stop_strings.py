@@ -1,4 +1,4 @@
-"""Search for stop strings in text that arrives in pieces."""
+"""Stop strings in streamed text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Renderer of chat templates, in a helper process (helper_process.py), in Jinja's sandbox, under limits on time and
-memory. It imports only Jinja and msgspec.
-"""
+"""Chat templates rendered in Jinja's sandbox, in a helper process. Imports only Jinja and msgspec."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def check_num_values(file: Path, num_values: int, limit: int) -> None:
 
 
 def check_pieces(where: object, pieces: Iterable[str]) -> None:
-    """Raise ModelLoadError for an entry of more than LONGEST_PIECE characters. where: source named in the error."""
+    """Raise ModelLoadError for an entry of more than LONGEST_PIECE characters."""
     longest = max(pieces, key=len, default="")
     if len(longest) > LONGEST_PIECE:
         raise _too_long(where, longest)
