@@ -1,5 +1,5 @@
 """Logits processors: the operator's classes that change logits before a token is chosen, with vLLM's interface. An
-engine loads them at its start (`logits_processors`); requests only give arguments (`SamplingParams.extra_args`)."""
+engine loads them at its start; requests only give arguments (`extra_args`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images and videos of prompts: a model's settings, and replacement of placeholders."""
+"""Images and videos of prompts: settings and placeholders."""
 
 from __future__ import annotations
 

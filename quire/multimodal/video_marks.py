@@ -1,4 +1,4 @@
-"""Videos in prompts: one placeholder becomes all, in Qwen3-VL and Qwen 3.5 with a time and marks around each part."""
+"""Placeholders of videos in prompts, in Qwen3-VL with a time and marks around each part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of a parser: pieces of reasoning, content and tool calls."""
+"""Pieces of a parser's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operator's logits processors in the sampler: the rows of each, and its calls."""
+"""Operator's logits processors in the sampler: their rows and calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of sampling: kernels' results, on the device until they are read, and a step's report."""
+"""Results of kernels, on the device until read, and a step's report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between the engine core, the fork server and its forks: msgpack frames over stream sockets."""
+"""Messages of engine core, fork server and forks: msgpack frames over stream sockets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax. `parse` reads an
-expression, `written` rewrites it; `PatternMatcher` finds it in a name; `Languages` lists matching names."""
+"""ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Removal of schemas that only endless texts satisfy, such as a required property that leads back to itself. They count
-as unsatisfiable."""
+"""Removal of unsatisfiable parts of schemas, such as a required property that leads back to itself."""
 
 from __future__ import annotations
 

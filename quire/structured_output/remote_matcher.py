@@ -1,4 +1,4 @@
-"""Engine core's constraints and matchers, whose results the mask process computes."""
+"""Engine core's constraints and matchers, computed by the mask process."""
 
 from __future__ import annotations
 

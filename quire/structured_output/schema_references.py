@@ -1,4 +1,4 @@
-"""Targets of references in a JSON schema: base URIs (`$id`), anchors and JSON pointers, inside one document."""
+"""References of a JSON schema inside one document: base URIs (`$id`), anchors, JSON pointers."""
 
 from __future__ import annotations
 

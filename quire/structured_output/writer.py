@@ -1,4 +1,4 @@
-"""Front end's half of structured outputs: from StructuredOutputsParams to a grammar's text for service.py."""
+"""Front end's half of structured outputs, before service.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Chat templates: Jinja templates of checkpoints, which write a conversation as one string.
-
-They run in sandboxed helper processes (helpers.py, helper_process.py) with limits on time and memory.
-"""
+"""Chat templates of checkpoints (Jinja), rendered in sandboxed helper processes (helpers.py) under limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Form of messages that a chat template expects, found in its syntax tree, and conversion of messages to it."""
+"""Form of messages that a chat template expects, by its syntax tree."""
 
 from __future__ import annotations
 

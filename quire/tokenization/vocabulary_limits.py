@@ -1,4 +1,4 @@
-"""Limits on number and length of entries in a tokenizer's files, checked before the `tokenizers` library reads them."""
+"""Limits on entries of a tokenizer's files, checked before the library reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for another process as long as it computes: a stopped or hanging one is noticed."""
+"""Waiting for another process while it computes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Encoding of weights as GGUF blocks, the inverse of `quire.models.gguf.blocks`. A type's encoder takes blocks and
-weights of their errors, [B, values] float32, and returns [B, bytes of a block] uint8. Scales are searched
-(`quire.models.gguf.fits`) and rounded as stored."""
+"""Encoding as GGUF blocks, the inverse of blocks.py. Encoders map blocks and weights of their errors, [B, values]
+float32, to [B, bytes] uint8. Scales are searched (fits.py) and rounded as stored."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Importance matrices of llama.cpp's tools: per matrix, the mean square of each input column over some text. Files are
-GGUF (tensors `NAME.in_sum2` and `NAME.counts`) or the older format: number of matrices, then per matrix name's length,
-name, numbers of calls and columns, float32 sums over the calls."""
+GGUF (tensors `NAME.in_sum2` and `NAME.counts`) or an older binary format."""
 
 from __future__ import annotations
 
