@@ -178,11 +178,11 @@ class LLM(OfflineEngine):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[EmbeddingRequestOutput]:
-        """Embed every prompt; the vectors are in the prompts' order.
+        """Embed every prompt, in order.
 
         prompts: see `LLM.generate`. truncate_prompt_tokens: overrides the PoolingParams. pooling_params: one for all,
-        or one each. options: see PoolingOptions. Raises UserError, with the prompt's index, before anything runs, and
-        for a model that gives no vectors; else as `LLM.generate`.
+        or one each. options: see PoolingOptions. Raises as `LLM.generate`; UserError also for a model that gives no
+        vectors.
         """
         cut = _truncation(truncate_prompt_tokens, options)
         finish, lora = self._pooling_processor.embedding, options.get("lora_request")

@@ -32,7 +32,7 @@ MAX_INTEGER = 2**63 - 1
 
 
 class RequestOutputKind(enum.IntEnum):
-    """Outputs of `AsyncLLM.generate`: all so far each time, what is new, or the last one alone."""
+    """Outputs of `AsyncLLM.generate`: all so far, what is new, or the last alone."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -119,7 +119,7 @@ class SamplingParams(
     """Logit subtracted from a token for each time it was generated before, from -2 to 2."""
     repetition_penalty: float = 1.0
     """Divisor of positive logits and factor of negative ones, for tokens of the prompt and generated ones. At least
-    0.01, or scores could leave their range."""
+    0.01."""
     seed: int | None = None
     """Makes the request's tokens reproducible. None: drawn from the engine's seed."""
     stop: list[str] | str | None = None
@@ -151,7 +151,7 @@ class SamplingParams(
     truncation_side: str | None = None
     """Side of the prompt cut: "left" (also None), which keeps its last tokens, or "right"."""
     repetition_detection: RepetitionDetectionParams | None = None
-    """Rule that ends a completion which repeats itself. None: no rule."""
+    """Rule that ends a repetitive completion. None: none."""
     timeout_s: float | None = None
     """Seconds from the arrival, waiting included, after which the request ends with its tokens so far (finish reason
     "timeout"). None: no limit."""

@@ -52,7 +52,7 @@ class LogitsProcessor(ABC):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ValueError for wrong parameters. Called for every request when it arrives."""
+        """Raise ValueError for wrong parameters. Called for every request."""
         return
 
     @classmethod

@@ -124,7 +124,7 @@ class EngineMetrics(Collector, StatsListener):
         self.stats = stats
 
     def record_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Take a step's outputs: one delta per request. Called by AsyncLLM."""
+        """Take a step's outputs: one delta per request."""
         now = self._clock.now()
         for output in outputs:
             progress = self._requests.get(output.request_id)
@@ -298,7 +298,7 @@ class StepTokens:
         self._before = EngineStats()
 
     def record(self, stats: EngineStats) -> None:
-        """Take the engine's snapshot after a step. Several steps since the last one count as their mean."""
+        """Take a snapshot. Several steps since the last one count as their mean."""
         num_steps = stats.steps_total - self._before.steps_total
         num_tokens = _num_iteration_tokens(stats) - _num_iteration_tokens(self._before)
         if num_steps > 0:

@@ -26,7 +26,7 @@ class ReadyImages:
 
     @staticmethod
     def key(data: bytes, how: str) -> bytes:
-        """Cache key, made before decoding. how: text of all settings besides the file."""
+        """Cache key. how: text of all settings besides the file."""
         digest = hashlib.sha256(len(how).to_bytes(8, "little") + how.encode())
         digest.update(data)  # releases the GIL
         return digest.digest()

@@ -43,9 +43,9 @@ _PERSISTENT = "persistent"
 def read_features(
     given: Mapping[str, Any], where: str, feature_size: int, merge_size: int, *, is_whole: bool
 ) -> ReadyImage:
-    """Image of features that a client computed, in place of the tower. given: an object with `image_embeds`, [tokens,
-    feature_size], and `image_grid_thw`, three numbers of patches; each in base64, or an array or tensor. Raises
-    UserError, also for values that are not finite."""
+    """Image of features that a client computed. given: an object with `image_embeds`, [tokens, feature_size], and
+    `image_grid_thw`, three numbers of patches; each in base64, or an array or tensor. Raises UserError, also for values
+    that are not finite."""
     if given.keys() != {EMBEDS, GRID}:
         raise UserError(f"{where}: an object with {EMBEDS} and {GRID} is needed", param=where)
     features, grid = (_array(given[name], f"{where}.{name}") for name in (EMBEDS, GRID))

@@ -227,8 +227,7 @@ class ImageInputs:
 
 
 def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> ImageInputs | NoImages:
-    """Image inputs of the engine's model, or NoImages. Raises ModelLoadError for invalid image files of the
-    checkpoint."""
+    """Image inputs of the engine's model, or NoImages. Raises ModelLoadError."""
     model, media = config.model, config.media
     if model.vision is None or model.image_token_id is None or model.architecture not in VISION_TOWERS:
         return NoImages()
@@ -282,7 +281,7 @@ def _video_inputs(
 
 
 def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
-    """Costs of the model's vision tower for the scheduler, made once; None without images."""
+    """Costs of the model's vision tower for the scheduler; None without images."""
     found = image_inputs(config)
     if isinstance(found, NoImages):
         return None

@@ -30,7 +30,7 @@ class ImageMarks:
 
     @classmethod
     def of(cls, begin: int, end: int, tokenizer: Encoder | None) -> ImageMarks:
-        """Marks of a model, at start. tokenizer: None if prompts are token ids; then no newlines are written."""
+        """Marks of a model. tokenizer: None if prompts are token ids; then no newlines are written."""
         lines: dict[int, int] = {}
         if tokenizer is not None:
             encoded = [tokenizer.encode("\n" * count, add_special_tokens=False) for count in range(1, MOST_LINES + 1)]

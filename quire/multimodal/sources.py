@@ -49,9 +49,9 @@ VIDEO_LIMITS = ImageLimits(64 * 2**20, 2**23, fetch_seconds=20.0, kind="video")
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """Image or video of a message, before it is read. where: path of its field, for errors. image: bytes of its file,
-    URL other than a data URL, or a program's image; None for the image sent before under the uuid. detail: one of
-    DETAILS. uuid: the client's name of the image. is_video: `image` is a video."""
+    """Image or video of a message, before it is read. image: bytes of its file, URL other than a data URL, or a
+    program's image; None for the image sent before under the uuid. detail: one of DETAILS. uuid: the client's name of
+    the image. is_video: `image` is a video."""
 
     where: str
     image: Any
@@ -89,8 +89,8 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture | None:
-    """Image of a content part, or None. takes_objects: the part comes from a program and may hold an object. Raises
-    UserError with the path of the invalid field."""
+    """Image of a content part, or None. takes_objects: it may hold a program's object. Raises UserError with the
+    path."""
     if isinstance(part, Picture):
         return part
     if not isinstance(part, Mapping) or not isinstance(kind := part.get("type"), str):

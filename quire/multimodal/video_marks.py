@@ -14,7 +14,7 @@ from quire.prompt_image import PromptImage, ReadyImage
 
 
 class ReadyVideo(msgspec.Struct, frozen=True, array_like=True):
-    """Decoded video, as a helper returns it: parts of a few frames, each computed as an image, and their times."""
+    """Decoded video: parts of a few frames, each computed as an image, and their times."""
 
     parts: list[ReadyImage]
     seconds: list[float]

@@ -60,7 +60,7 @@ def keep_masked(scores: np.ndarray, masks: TokenMasks) -> None:
 
 
 def _ban(scores: np.ndarray, index: np.ndarray, tokens: np.ndarray) -> None:
-    """Set the score of token `tokens[i]` in row `index[i]` to -inf."""
+    """Ban token `tokens[i]` in row `index[i]`."""
     scores[index, tokens] = np.minimum(scores[index, tokens], BANNED_SCORE)
 
 
@@ -83,7 +83,7 @@ def apply_output_penalties(scores: np.ndarray, presence: np.ndarray, frequency: 
 def _seen_tokens(
     batch: HostBatch, index: np.ndarray, starts: np.ndarray, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(batch index, token, occurrences), [P] each, of the distinct tokens from `starts` on."""
+    """(batch index, token, occurrences) of the distinct tokens from `starts` on."""
     sizes = batch.lengths[index] - starts
     flat_index = np.repeat(index, sizes)
     first_entry = np.cumsum(sizes) - sizes

@@ -219,7 +219,7 @@ def _named(part: str, names: dict[str, str]) -> str:
 
 
 def _terminals(rules: dict[str, _Rule]) -> set[str]:
-    """Names of rules to write as terminals: from which references lead to no rule that refers to itself."""
+    """Names of rules from which references lead to no rule that refers to itself."""
     users: dict[str, list[str]] = {name: [] for name in rules}
     for rule in rules.values():
         for name in rule.references:

@@ -69,8 +69,7 @@ class Rehearsal:
 
 class ForkServer:
     def __init__(self, setup: ForkServerSetup, vocabulary: LLTokenizer | None, failure: str) -> None:
-        """vocabulary: shared with all forks. failure: reason why the model's tokenizer has no vocabulary, which refuses
-        every text."""
+        """failure: reason why the model's tokenizer has no vocabulary, which refuses every text."""
         self._setup = setup
         self._limits = setup.limits
         self._vocabulary = vocabulary
@@ -228,8 +227,8 @@ def main() -> None:
 
 
 def serve(load: Callable[..., Tokenizer | None]) -> None:
-    """Main of the process: read the setup from standard input, make the vocabulary and fork until the parent is gone.
-    load: makes the tokenizer from the engine's options and the model's vocabulary size."""
+    """Read the setup from standard input, make the vocabulary and fork until the parent is gone. load: makes the
+    tokenizer from the engine's options and the model's vocabulary size."""
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return  # the parent ended before it had said what to do

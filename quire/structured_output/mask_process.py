@@ -203,7 +203,7 @@ class MaskProcess:
         self._consume_apart = ConsumeApart(vocabulary)
 
     def work(self, thread: int) -> None:
-        """Loop of each thread: do tasks and read messages until the engine core is gone."""
+        """Do tasks and read messages until the engine core is gone."""
         try:
             scratch = MaskScratch(self._shape.num_written)
             turn = self._turn
@@ -371,7 +371,7 @@ class MaskProcess:
             self._add(following)
 
     def _answer(self, task: Task, work: New | Advance, scratch: MaskScratch) -> MatcherAnswer:
-        """Follow a step's tokens. `num_draft_masks` is -1 if the mask must be made."""
+        """Follow the tokens. `num_draft_masks` is -1 if the mask must be made."""
         slot, compiled = task.slot, task.compiled
         slot.serial = work.serial
         slot.drafts = NO_DRAFTS

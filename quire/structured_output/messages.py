@@ -109,8 +109,8 @@ class Copy(msgspec.Struct, array_like=True):
 
 
 class Advance(msgspec.Struct, array_like=True):
-    """Work of a step: follow tokens, and at most `num_forced` forced ones. with_mask: the answer may wait for the mask.
-    drafts: guesses after `tokens`, with slots for the masks after each."""
+    """Work: follow tokens, and at most `num_forced` forced ones. with_mask: the answer may wait for the mask. drafts:
+    guesses after `tokens`, with slots for the masks after each."""
 
     slot: int
     serial: int

@@ -85,7 +85,7 @@ class SequenceState:
         return len(token_ids)
 
     def take_forced(self, limit: int, consume: Consume) -> list[int]:
-        """Follow and return at most `limit` forced tokens, the only possible ones."""
+        """Follow and return at most `limit` forced tokens."""
         found: list[int] = []
         while len(found) < limit and (token_id := self.certain_token()) != NO_TOKEN:
             if not self.may_take(token_id):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, slots=True)
 class RehearsalText:
-    """Text to rehearse, in its client's turn. deadline: time.monotonic(). lane: lane of its next try. was_killed:
-    something other than the limits has ended a try, which is repeated once."""
+    """Text to rehearse. deadline: time.monotonic(). lane: lane of its next try. was_killed: something other than the
+    limits has ended a try, which is repeated once."""
 
     number: int
     text: str

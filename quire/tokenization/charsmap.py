@@ -21,7 +21,7 @@ _LONGEST_START = 16
 
 class Charsmap:
     def __init__(self, table: bytes) -> None:
-        """table: bytes of the model file. Raises ModelLoadError for a truncated table."""
+        """Raises ModelLoadError for a truncated table."""
         check_charsmap(table)
         size = int.from_bytes(table[:4], "little")
         self._units = array("I", table[4 : 4 + size // 4 * 4])

@@ -92,8 +92,7 @@ def messages_of(
     given: Sequence[Mapping[str, Any]], where: str = "messages", *, takes_objects: bool = False
 ) -> Messages:
     """Make the messages of a conversation from objects with a role, a content (a string, a list of parts or None) and
-    fields for the template. takes_objects: parts may hold image objects. Raises UserError with the path of the invalid
-    field.
+    fields for the template. takes_objects: parts may hold image objects. Raises UserError with the path.
     """
     pictures: list[Picture] = []
 

@@ -36,7 +36,7 @@ class TokenStream(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Decoder of one growing completion, in the front end.
+    """Decoder of one growing completion.
 
     skipped: token ids without text (special tokens, or none). prompt_token_ids: prompt of the completion. Its text is
     not returned, but the completion reads as its continuation.

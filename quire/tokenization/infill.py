@@ -41,7 +41,7 @@ def family_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
 
 
 def infill(tokenizer: Tokenizer, text: str, suffix: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Prompt's token ids that ask for the text between `text` and `suffix`.
+    """Token ids that ask for the text between `text` and `suffix`.
 
     add_special_tokens: begin with the tokenizer's usual prefix, such as a beginning-of-sequence token. Raises UserError
         for a tokenizer without infilling tokens.

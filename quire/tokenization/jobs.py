@@ -104,7 +104,7 @@ class Render(msgspec.Struct, frozen=True, tag=True):
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
-    """Message before a text to tokenize. seconds: limit of processor time."""
+    """Text to tokenize. seconds: limit of processor time."""
 
     text: str
     add_special_tokens: bool

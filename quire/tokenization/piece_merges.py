@@ -31,7 +31,7 @@ class PieceMerger:
     def __init__(
         self, scores: Mapping[str, float], unused: Collection[str], whole: Collection[str], space: str
     ) -> None:
-        """Arguments: see the class. Raises ModelLoadError for a piece that is too long."""
+        """Raises ModelLoadError for a piece that is too long."""
         self._scores = dict(scores)
         self._unused = frozenset(unused)
         self._whole = any_of(whole)

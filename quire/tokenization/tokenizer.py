@@ -113,7 +113,7 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode several texts on several cores(bad words, UserTokenizer)."""
+        """Encode several texts on several cores."""
         # The batch call, even for one text: it releases the GIL and computes no offsets.
         return [each.ids for each in self.encodings(texts, add_special_tokens)]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _q8_0(blocks: Bytes) -> Parts:
-    """Unpack blocks [n, bytes] of a float16 scale, then 32 signed bytes."""
+    """Float16 scale, then 32 signed bytes."""
     return _side_by_side(blocks[:, 2:]).view(np.int8), halves(blocks, 0), None
 
 

@@ -76,8 +76,7 @@ def _key_elements(model: ModelConfig, elements: int) -> int:
 
 
 def _part(model: ModelConfig, entry: TensorEntry, elements: int, is_reordered: bool) -> _Part:
-    """Layout of an entry in memory. elements: number packed together. is_reordered: its columns are permuted, so blocks
-    are unpacked."""
+    """elements: number packed together. is_reordered: its columns are permuted, so blocks are unpacked."""
     kind = entry.type.name
     if entry.type.values == 1:
         return _plain_part(model.quantization, entry, elements)

@@ -197,7 +197,7 @@ def _block_weight(file: GGUFFile, entry: TensorEntry, rows: Bytes) -> BlockWeigh
 
 
 def taken_apart(rows: Bytes, block: BlockType) -> IntegerWeight | Float4Weight:
-    """Unpack rows [n, bytes of a row] whose blocks no kernel reads. Raises ModelLoadError for non-finite scales."""
+    """Unpack rows [n, bytes of a row]. Raises ModelLoadError for non-finite scales."""
     if block.name == "MXFP4":
         return _mxfp4_weight(rows, rows.shape[1] // block.num_bytes * block.values)
     return _integer_weight(rows, block)
