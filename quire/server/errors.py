@@ -248,6 +248,8 @@ def error_body(error: ApiError, scope: Scope) -> bytes:
         return msgspec.json.encode(OllamaErrorBody(error.detail.message))
     if path in LLAMA_CPP_PATHS:
         kind = _LLAMA_CPP_ERROR_TYPES.get(error.status, "invalid_request_error")
+        if error.detail.code == "context_length_exceeded":
+            kind = "exceed_context_size_error"
         return msgspec.json.encode(LlamaErrorBody(LlamaErrorDetail(error.status, error.detail.message, kind)))
     detail, code = error.detail, error.detail.code
     if follows_vllm(scope.get("app")):
