@@ -18,7 +18,7 @@ Pause = Callable[[float], Awaitable[None]]
 
 
 class FeedClosedError(QuireError):
-    """Refusal of a new viewer: the server shuts down."""
+    """Error for a new viewer: the server shuts down."""
 
 
 class Feed:
