@@ -25,5 +25,4 @@ class AdapterOrders(msgspec.Struct, array_like=True):
     """(slot, adapter): loads that run beside this step and later ones. No step has rows of a slot before a result
     reports it as loaded. The former adapter is dropped when the load ends."""
     awaits_report: bool = False
-    """A load must end before anything can be computed. The plan has no tokens; its result comes with a load's end, or
-    after a short while."""
+    """A load must end first: the plan has no tokens; its result comes with a load's end, or soon."""

@@ -1,4 +1,4 @@
-"""Time as an argument: the engine core and the scheduler never read `time` themselves (DESIGN rule 2)."""
+"""Time as an argument: the engine core and the scheduler never read `time` themselves."""
 
 from __future__ import annotations
 

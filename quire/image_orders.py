@@ -27,7 +27,7 @@ class EncodeSlice(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ImageOrders(msgspec.Struct, array_like=True):
-    """Image work of a step plan, before any image is read."""
+    """Image work of a step plan, which workers do before the model reads images."""
 
     dropped: list[bytes]
     """Keys of images to drop, encoded or not, before the slices."""

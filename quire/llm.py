@@ -89,7 +89,7 @@ class LLM(OfflineEngine):
         priority: int | Sequence[int] | None = None,
         **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
-        """Complete every prompt; the outputs are in the prompts' order.
+        """Complete every prompt, in order.
 
         prompts: a text, token ids, an object with `prompt` or `prompt_token_ids`, or a list of those. sampling_params:
         one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar on a terminal if
@@ -118,7 +118,7 @@ class LLM(OfflineEngine):
     ) -> list[BeamSearchOutput]:
         """Search the `beam_width` best continuations of every prompt (quire/decoding/beam.py). Arguments and errors are
         those of `generate`, which does the same with SamplingParams(use_beam_search=True). concurrency_limit: checked
-        only; the hypotheses do not depend on it."""
+        only."""
         if concurrency_limit is not None and concurrency_limit < 1:
             raise UserError(f"concurrency_limit must be at least 1, not {concurrency_limit}", param="concurrency_limit")
         if not isinstance(params, BeamSearchParams):
@@ -178,11 +178,11 @@ class LLM(OfflineEngine):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[EmbeddingRequestOutput]:
-        """Embed every prompt; the vectors are in the prompts' order.
+        """Embed every prompt, in order.
 
         prompts: see `LLM.generate`. truncate_prompt_tokens: overrides the PoolingParams. pooling_params: one for all,
-        or one each. options: see PoolingOptions. Raises UserError, with the prompt's index, before anything runs, and
-        for a model that gives no vectors; else as `LLM.generate`.
+        or one each. options: see PoolingOptions. Raises as `LLM.generate`; UserError also for a model that gives no
+        vectors.
         """
         cut = _truncation(truncate_prompt_tokens, options)
         finish, lora = self._pooling_processor.embedding, options.get("lora_request")

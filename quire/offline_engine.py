@@ -73,8 +73,8 @@ class OfflineEngine:
         return {**msgspec.structs.asdict(stats), **shares(stats)}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
-        """Clear the prefix cache; returns how many blocks held a prefix. reset_running_requests: no effect; running
-        requests go on with the same tokens. reset_connector: must be False; files in `kv_offload_dir` stay."""
+        """Clear the prefix cache; returns how many blocks held a prefix. reset_running_requests: no effect.
+        reset_connector: must be False; files in `kv_offload_dir` stay."""
         check_reset(reset_connector)
         with self._busy:
             value = self._call("reset_prefix_cache")

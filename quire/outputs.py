@@ -10,8 +10,8 @@ from quire.step import PromptLogprobs, TokenLogprobs
 
 
 class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
-    """New tokens of one sequence after one step, or its end. Never in a cycle, hence not tracked by the garbage
-    collector."""
+    """New tokens of one sequence after one step, or its end, from the engine core. Never in a cycle, hence not tracked
+    by the garbage collector."""
 
     request_id: str
     index: int
@@ -50,7 +50,7 @@ class RequestTiming(msgspec.Struct, array_like=True):
 
 
 class Logprob(msgspec.Struct):
-    """One alternative: its log-probability, 1-based rank in the vocabulary, and text."""
+    """One alternative at a position: its log-probability, 1-based rank in the vocabulary, and text."""
 
     logprob: float
     rank: int | None = None
@@ -111,8 +111,8 @@ def is_damaged(output: RequestOutput) -> bool:
 
 
 def raise_if_nonfinite(output: RequestOutput) -> None:
-    """Raise ModelOutputError for a request that ended because of NaN or infinite logits or a failed logits processor,
-    and UserError for one that could not continue under its constraint."""
+    """Raise, for offline callers, ModelOutputError for a request that ended because of NaN or infinite logits or a
+    failed logits processor, and UserError for one that could not continue under its constraint."""
     if not is_damaged(output):
         return
     for completion in output.outputs:

@@ -26,7 +26,8 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """probs: probability of each label; its logit where the request or the model asks for no activation."""
+    """Result of `LLM.classify`. probs: probability of each label; its logit where the request or the model asks for no
+    activation."""
 
     probs: list[float]
 
@@ -37,7 +38,7 @@ class ClassificationOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """score: how well the second text answers the first."""
+    """Result of `LLM.score`. score: how well the second text answers the first."""
 
     score: float
 
@@ -66,4 +67,5 @@ class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
 
 
 class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
-    """prompt_token_ids: tokens of the pair, or of both texts in succession where their vectors are compared."""
+    """Result of one pair of `LLM.score`. prompt_token_ids: tokens of the pair, or of both texts in succession where
+    their vectors are compared."""

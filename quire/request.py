@@ -33,8 +33,9 @@ class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Validated, tokenised request. Only the input processor makes them; nothing downstream checks them again.
-    Requests share prefix-cache entries only if their salts, columns, images and contents of adapters are equal."""
+    """Validated, tokenised request, for the engine core. Only the input processor makes them; nothing downstream checks
+    them again. Requests share prefix-cache entries only if their salts, columns, images and contents of adapters are
+    equal."""
 
     request_id: str
     prompt_token_ids: list[int]

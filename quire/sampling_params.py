@@ -32,7 +32,7 @@ MAX_INTEGER = 2**63 - 1
 
 
 class RequestOutputKind(enum.IntEnum):
-    """Outputs of `AsyncLLM.generate`: all so far each time, what is new, or the last one alone."""
+    """Outputs of `AsyncLLM.generate`: all so far, what is new, or the last alone."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -88,9 +88,8 @@ class SamplingParams(
     omit_defaults=True,
     repr_omit_defaults=True,
 ):
-    """Sampling settings of one request. Invalid values raise UserError with `param` set, here or when a field is set. A
-    running request keeps its settings. Fields without a text have vLLM's meaning. Unsupported values that would change
-    an answer are refused."""
+    """Sampling settings of one request. Invalid and unsupported values raise UserError with `param` set, here or when a
+    field is set. A running request keeps its settings."""
 
     n: int = 1
     """Number of completions of the prompt. They share its KV blocks."""
@@ -120,19 +119,23 @@ class SamplingParams(
     """Logit subtracted from a token for each time it was generated before, from -2 to 2."""
     repetition_penalty: float = 1.0
     """Divisor of positive logits and factor of negative ones, for tokens of the prompt and generated ones. At least
-    0.01, or scores could leave their range."""
+    0.01."""
     seed: int | None = None
     """Makes the request's tokens reproducible. None: drawn from the engine's seed."""
     stop: list[str] | str | None = None
     """Strings that end the text. The text excludes them, unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
+    """Token ids that end the text, beside the model's end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
+    """Leave the stop string at the text's end."""
     bad_words: list[str] | None = None
+    """Texts whose token sequences are never generated."""
     logit_bias: dict[int, float] | None = None
     """Token id -> value added to its logit."""
     allowed_token_ids: list[int] | None = None
     """Only tokens that may be generated. None: all."""
     ignore_eos: bool = False
+    """Go on after end-of-sequence tokens."""
     max_tokens: int | None = 16
     """Limit of a completion's tokens. None: up to the model's context."""
     min_tokens: int = 0
@@ -148,7 +151,7 @@ class SamplingParams(
     truncation_side: str | None = None
     """Side of the prompt cut: "left" (also None), which keeps its last tokens, or "right"."""
     repetition_detection: RepetitionDetectionParams | None = None
-    """Rule that ends a completion which repeats itself. None: no rule."""
+    """Rule that ends a repetitive completion. None: none."""
     timeout_s: float | None = None
     """Seconds from the arrival, waiting included, after which the request ends with its tokens so far (finish reason
     "timeout"). None: no limit."""
@@ -159,24 +162,37 @@ class SamplingParams(
     num_speculative_tokens: int | None = None
     """Limit of drafts in a step, where the engine makes drafts. 0: none; None: the engine chooses."""
     detokenize: bool = True
+    """Return text. False: token ids alone."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """Content of each output of AsyncLLM."""
     skip_reading_prefix_cache: bool | None = None
     """Compute the whole prompt, even if the prefix cache has a part of it."""
     spaces_between_special_tokens: bool = True
+    """vLLM's option, without effect."""
     skip_clone: bool = False
+    """vLLM's option, without effect."""
     extra_args: dict[str, Any] | None = None
     """Arguments of the engine's logits processors."""
     flat_logprobs: bool | None = False
+    """Flat log-probabilities; not supported."""
     logprob_token_ids: list[int] | None = None
     """Tokens whose log-probabilities are reported beside `logprobs`, without ranks. At most max_logprobs."""
     prompt_logprob_token_ids: list[list[int]] | None = None
+    """Tokens reported beside each prompt token; not supported."""
     prompt_logprob_start: int | None = None
+    """First prompt token reported: 0."""
     stream_interval: int | None = None
+    """Tokens between streamed outputs: 1."""
     output_text_buffer_length: int = 0
+    """Characters held back from streams: 0."""
     watermarking: bool | None = None
+    """Watermark in the text; not supported."""
     routed_experts_prompt_start: int | None = 0
+    """First prompt token with experts reported; not supported."""
     trace_decode_token_ids: list[int] | None = None
+    """Prescribed tokens; not supported."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -197,8 +197,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     drafts: dict[int, list[int]] = {}
     """seq_id -> drafts that the scheduler proposes. The workers propose those of other sequences with `num_drafts`."""
     trimmed_tables: dict[int, list[int]] = {}
-    """seq_id -> per KV group the number of leading blocks that stay in its table after drafts were rejected. This plan
-    may hand the others out again."""
+    """seq_id -> per KV group the number of leading blocks that stay in its table after drafts were rejected."""
     pooled: list[int] = []
     """Indices into `sample_seq_ids`, ascending, of samples that are vectors. Each reads its own sequence's last
     token."""
@@ -262,7 +261,7 @@ class StepResult(msgspec.Struct, array_like=True):
     step_id: int
     token_ids: list[list[int]]
     """New tokens of each of `sample_seq_ids`: the accepted drafts and one more. Empty for a vector and a discarded
-    sample: the sequence then computes its last known token again."""
+    sample."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Index into `token_ids` -> logprobs, one entry per token, where requested."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}

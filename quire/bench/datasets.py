@@ -18,7 +18,8 @@ from quire.utils.extras import how_to_install
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """One request: exactly one of `token_ids`, `text` and `messages`, and the number of tokens to generate."""
+    """Request of a benchmark: exactly one of `token_ids`, `text` and `messages`, and the number of tokens to
+    generate."""
 
     max_tokens: int
     token_ids: tuple[int, ...] | None = None
@@ -86,7 +87,7 @@ _WORDS = (
 
 
 def as_text(spec: PromptSpec) -> PromptSpec:
-    """Prompt in words, one per token id, so a shared prefix stays shared."""
+    """Prompt in words for servers, one per token id, so a shared prefix stays shared."""
     if spec.token_ids is None:
         return spec
     words = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in spec.token_ids)
@@ -114,7 +115,8 @@ class RandomImages:
 
     @classmethod
     def parse(cls, count: str, sizes: str) -> RandomImages:
-        """count: a number or a range. sizes: "448x448,1024x768". Raises UserError naming the option."""
+        """Read --images (a number or a range) and sizes, such as "448x448,1024x768" pixels. Raises UserError naming the
+        option."""
         found = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", size) for size in sizes.split(",")]
         if not all(found):
             raise UserError(f"--image-size must be pixels as 448x448,1024x768, not {sizes!r}", param="image_size")
@@ -122,7 +124,7 @@ class RandomImages:
         return cls(LengthRange.parse(count, "--images", minimum=0), pairs)
 
     def draw(self, rng: random.Random) -> list[str]:
-        """Pictures of one request, as data URLs of JPEGs. Raises UserError without Pillow."""
+        """Random pictures of one request, as data URLs of JPEGs. Raises UserError without Pillow."""
         try:
             from PIL import Image
         except ImportError:

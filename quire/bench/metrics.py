@@ -49,7 +49,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """None for a single token, which has no gap."""
+        """Seconds per output token; None for a single one."""
         if self.num_output_tokens < 2:
             return None
         return (self.e2el - self.ttft) / (self.num_output_tokens - 1)
@@ -61,7 +61,8 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Distribution of one quantity. percentiles: percent -> value, linear between neighbours (numpy's default)."""
+    """Distribution of one quantity in its unit. percentiles: percent -> value, linear between neighbours (numpy's
+    default)."""
 
     count: int
     mean: float
@@ -89,7 +90,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 def summarize_values(
     values: Sequence[float], percentiles: Sequence[float] = DEFAULT_PERCENTILES
 ) -> Distribution | None:
-    """Mean, median, population standard deviation, extremes and percentiles."""
+    """Mean, median, population standard deviation, extremes and percentiles. None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -107,7 +108,8 @@ def summarize_values(
 
 @dataclass(frozen=True, slots=True)
 class ServingReport:
-    """Whole run. Rates are per second of `duration`: first request sent to last output chunk."""
+    """Figures of one `quire bench serve` run. Rates are per second of `duration`: first request sent to last output
+    chunk."""
 
     duration: float
     num_requests: int

@@ -66,7 +66,7 @@ def measure_latency(
     on_done: Callable[[], None],
     timer: Timer = time.perf_counter,
 ) -> LatencyResult:
-    """Run the batch `num_warmups + num_repeats` times; time the last `num_repeats`."""
+    """Run one batch `num_warmups + num_repeats` times; time the last `num_repeats`."""
     seconds = []
     batches = shape.batches(random.Random(seed))
     for repeat in range(num_warmups + num_repeats):
@@ -81,7 +81,7 @@ def measure_latency(
 
 @dataclass(frozen=True, slots=True)
 class ThroughputResult:
-    """One run over all prompts. Token counts are totals."""
+    """Times of `quire bench throughput`: one run over all prompts. Token counts are totals."""
 
     seconds: float
     num_requests: int

@@ -56,12 +56,12 @@ class _Chunk(msgspec.Struct):
 
 
 class _RequestError(Exception):
-    """Error with the reason that the report counts."""
+    """Failed request, with the reason that the report counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Address and settings of requests. extra_body: fields merged into every body."""
+    """Address and settings of a benchmark's requests. extra_body: fields merged into every body."""
 
     base_url: str
     endpoint: str
@@ -73,11 +73,11 @@ class ClientSettings:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers without compression, whose buffer would distort times."""
+        """HTTP headers without compression, whose buffer would distort times."""
         return {"Accept-Encoding": "identity"} | authorization(self.api_key)
 
     def body(self, prompt: PromptSpec) -> dict[str, Any]:
-        """JSON body. A chat prompt must have `messages`."""
+        """Request's JSON body. A chat prompt must have `messages`."""
         body: dict[str, Any] = {
             "model": self.model,
             "stream": True,

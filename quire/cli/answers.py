@@ -1,5 +1,3 @@
-"""Answers to a conversation, from a model in this process or from a server."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +26,7 @@ class ReplyPiece(NamedTuple):
 
 class AnswerSource(Protocol):
     def check(self) -> None:
-        """Raise UserError, before the first question, if no conversation is possible."""
+        """Raise UserError, before `quire chat` asks, if no conversation is possible."""
 
     def ask(
         self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[ReplyPiece], None]
@@ -38,7 +36,7 @@ class AnswerSource(Protocol):
 
 
 class LocalAnswers:
-    """Answers of a session's engine. reasoning_parser: parser name, `auto` (by the chat template) or `none`."""
+    """Answers of an engine in this process. reasoning_parser: parser name, `auto` (by the chat template) or `none`."""
 
     def __init__(self, session: RunSession, reasoning_parser: str) -> None:
         self._session = session

@@ -14,7 +14,7 @@ from quire.cli.parser import Parser
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Kind of `quire bench` with its parser and function. arguments: rest of the usage line."""
+    """Subcommand of `quire bench` with its parser and function. arguments: rest of the usage line."""
 
     summary: str
     arguments: str
@@ -50,7 +50,7 @@ def json_flag(group: Any) -> None:
 
 
 def options_json(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Given options as plain data, without the key."""
+    """Given options for the result file, without the API key."""
     hidden = ("json", "api_key")
     return {
         name: str(value) if isinstance(value, Path) or value == math.inf else value

@@ -75,7 +75,7 @@ def fit_profile(shape: ModelShape, base: Hardware, header: StepLogHeader, record
 
 
 def _read(paths: Sequence[Path]) -> tuple[StepLogHeader, list[StepRecord]]:
-    """Join several logs. Raises UserError unless they have the same model and device."""
+    """Header and steps of several logs joined. Raises UserError unless they have the same model and device."""
     found = [read_step_log(path) for path in paths]
     header = found[0][0]
     for path, (other, _) in zip(paths, found, strict=True):

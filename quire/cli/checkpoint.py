@@ -1,5 +1,3 @@
-"""Count of a model's parameters, from its files' headers."""
-
 from __future__ import annotations
 
 import json
@@ -23,7 +21,8 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Sizes on disk. format: "safetensors" or "GGUF". elements, bytes: totals by stored dtype (the format's name)."""
+    """Model's sizes on disk, for `quire plan`. format: "safetensors" or "GGUF". elements, bytes: totals by stored dtype
+    (the format's name)."""
 
     format: str
     num_files: int
@@ -58,7 +57,7 @@ def _gguf_checkpoint(path: Path) -> Checkpoint:
 
 
 def _header(file: Path) -> list[tuple[str, int]]:
-    """Return (dtype, elements) of each tensor."""
+    """(dtype, elements) of each tensor of a safetensors file."""
     text = read_header(file)
     try:
         tensors = [entry for name, entry in json.loads(text).items() if name != "__metadata__"]

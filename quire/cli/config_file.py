@@ -53,7 +53,7 @@ def _yaml(text: str) -> Any:
 
 
 def parse_config(path: str, parser: Parser) -> argparse.Namespace:
-    """Parse the flags in a file. Raises ConfigError for an unknown flag or invalid value."""
+    """Flags of a `--config` file. Raises ConfigError for an unknown flag or invalid value."""
 
     def write(name: str, value: Any) -> list[str]:
         flag = "--" + name.replace("_", "-").removeprefix("--")
@@ -96,7 +96,7 @@ def _takes_none(action: argparse.Action) -> bool:
 
 
 def written(values: Mapping[str, Any]) -> str:
-    """Options as a YAML file for `--config`. Keys are omitted, with a comment."""
+    """Text of a YAML file for `--config`. Keys are omitted, with a comment."""
     import yaml
 
     shown = {name.replace("_", "-"): value for name, value in values.items() if name not in SECRETS}

@@ -1,5 +1,3 @@
-"""Flags of commands that connect to a server."""
-
 from __future__ import annotations
 
 import argparse

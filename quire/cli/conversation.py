@@ -1,5 +1,3 @@
-"""Conversation in the terminal: history, settings, and commands that change them."""
-
 from __future__ import annotations
 
 import base64
@@ -176,7 +174,7 @@ class ChatHistory:
         return self.messages[: last + 1]
 
     def _ask(self, messages: list[Message]) -> None:
-        """Show and keep the answer. A refused question is dropped, an interrupted answer kept."""
+        """Ask for the next answer, show and keep it. A refused question is dropped, an interrupted answer kept."""
         written: list[str] = []
         sent = messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
         self._timing = None
@@ -233,7 +231,7 @@ SETTINGS: tuple[str, ...] = tuple(
 
 
 def _read_setting(name: str, value: str) -> dict[str, Any]:
-    """Field with the value that the flag would set. Raises UserError."""
+    """SamplingParams field of a `/set`, with its flag's value. Raises UserError."""
     flag = f"--{name.replace('_', '-')}"
     truth = {"true": flag, "false": f"--no-{flag.removeprefix('--')}"}
     parser = _setting_parser()

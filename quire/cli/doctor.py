@@ -45,7 +45,8 @@ DEVICE_NODE = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """Step of num_decodes sequences with one new token each, and prompts, given by their new tokens."""
+    """Example step for the kernels' choices: num_decodes sequences with one new token each, and prompts, given by their
+    new tokens."""
 
     num_decodes: int
     prompts: tuple[int, ...] = ()

@@ -1,5 +1,3 @@
-"""vLLM's containers of engine keywords, from code or command lines."""
-
 from __future__ import annotations
 
 import argparse
@@ -44,7 +42,7 @@ class AsyncEngineArgs(EngineArgs):
 
 
 class FlexibleArgumentParser(Parser):
-    """argparse with vLLM's spelling: hyphens or underscores, and keys of JSON values as flags."""
+    """Parser for programs, with vLLM's spelling: hyphens or underscores, and keys of JSON values as flags."""
 
     def parse_args(  # type: ignore[override]  # argparse's takes a namespace of the caller's type
         self, args: Sequence[str] | None = None, namespace: None = None

@@ -1,5 +1,3 @@
-"""Engine's options as flags, shared by commands that start an engine."""
-
 from __future__ import annotations
 
 import argparse

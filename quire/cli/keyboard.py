@@ -17,7 +17,7 @@ QUOTES = '"""'
 
 
 def messages_of_pipe() -> Iterator[str]:
-    """Lines of standard input; lines between triple quotes are joined."""
+    """Messages of `quire chat` from piped standard input: lines; lines between triple quotes are joined."""
     held = ""
     for line in sys.stdin:
         held += line
@@ -29,7 +29,7 @@ def messages_of_pipe() -> Iterator[str]:
 
 
 def is_open(text: str) -> bool:
-    """True if a triple quote is unclosed."""
+    """True if a typed message has an unclosed triple quote."""
     return text.count(QUOTES) % 2 == 1
 
 

@@ -17,8 +17,8 @@ LENGTHS = (1, 1024, 8192, 131_072)
 
 
 class Waste(NamedTuple):
-    """Waste in a pool full of sequences of one length, for each length: share of pages unused by the block's group, and
-    page padding."""
+    """Unused shares (0 to 1) of a pool full of sequences of one length, for each length: share of pages unused by the
+    block's group, and page padding."""
 
     model: str
     groups: tuple[KVGroup, ...]
@@ -26,7 +26,7 @@ class Waste(NamedTuple):
 
 
 def hybrid_models() -> list[str]:
-    """Built-in shapes with layers other than full attention."""
+    """Names of built-in shapes with layers other than full attention."""
     return [name for name in built_in() if {layer.attention.kind for layer in find_shape(name).layers} != {"full"}]
 
 
@@ -45,7 +45,7 @@ def kv_waste(
 
 
 def as_table(found: Sequence[Waste]) -> str:
-    """Markdown table in per cent of the pool."""
+    """Markdown table for `quire plan --kv-waste`, in per cent of the pool."""
     lengths = [f"{length:,}" for length in LENGTHS]
     rows = [
         ["model", "layers", "tokens of a block", f"waste (%) with sequences of {lengths[0]} token", *lengths[1:]],

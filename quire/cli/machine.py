@@ -1,5 +1,3 @@
-"""Limits of the machine, container or service for this process, and advice for an engine."""
-
 from __future__ import annotations
 
 import resource
@@ -23,9 +21,10 @@ OWN_GOVERNORS = ("intel_pstate", "amd-pstate-epp")
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine limits; None if unknown. cores: hardware threads of the affinity mask. physical_cores: their cores.
-    cpu_quota: cores allowed by control groups. open_files: hard limit, or none. shared_memory: bytes of /dev/shm.
-    huge_pages: always, madvise or never. governor: "driver: governor" of the first core."""
+    """Limits of the machine, container or service for this process; None if unknown. cores: hardware threads of the
+    affinity mask. physical_cores: their cores. cpu_quota: cores allowed by control groups. open_files: hard limit, or
+    none. shared_memory: bytes of /dev/shm. huge_pages: always, madvise or never. governor: "driver: governor" of the
+    first core."""
 
     cores: int
     cpu_quota: float | None
@@ -48,7 +47,7 @@ class Machine:
         ]
 
     def problems(self, config: EngineConfig, memory: int) -> list[str]:
-        """Advice for this engine. memory: bytes still available."""
+        """Advice of `quire doctor` for this engine. memory: bytes still available."""
         problems = []
         threads, kv_memory = config.device.num_threads, config.cache.memory
         if self.cpu_quota is not None and threads > max(1.0, self.cpu_quota):

@@ -48,8 +48,8 @@ class TowerPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory plan in bytes. weight_bytes: on all devices, without tower; draft_weight_bytes: part of the draft model.
-    device_weight_bytes, total_memory, activation_bytes, layout: per device (the largest pipeline stage).
+    """`quire plan`'s memory in bytes. weight_bytes: on all devices, without tower; draft_weight_bytes: part of the
+    draft model. device_weight_bytes, total_memory, activation_bytes, layout: per device (the largest pipeline stage).
     num_blocks_memory: blocks that fit, without the limit of max_num_seqs full sequences. adapter_bytes: total of all
     slots."""
 
@@ -76,7 +76,7 @@ class MemoryPlan:
 
     @property
     def kv_padding(self) -> float:
-        """Unusable share of the blocks of a full-length sequence."""
+        """Unusable share (0 to 1) of the blocks of a full-length sequence."""
         return padding(self.layout.groups, self.layout.block_bytes, self.config.model.max_model_len)
 
     def weight_bytes_as(self, dtype: str) -> int:

@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse all arguments. Raises UserError for unknown ones."""
+        """Parse arguments. Raises UserError for unknown ones."""
         namespace, surplus = self.parse_known_args(list(arguments))
         if surplus:
             first = surplus[0].partition("=")[0]
@@ -198,12 +198,12 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def number_of(text: str) -> int:
-    """Parse 4096, 4k (4000) or 4K (4096)."""
+    """Integer of 4096, 4k (4000) or 4K (4096)."""
     return parse_count(text, param="the number")
 
 
 def length(text: str) -> int | None:
-    """Parse a length as `number_of` does; auto, -1 and none mean the maximum."""
+    """Tokens as in `number_of`; None (maximum) for auto, -1 and none."""
     return None if text.lower() == "none" else parse_length(text, param="the length")
 
 

@@ -1,5 +1,3 @@
-"""Output of results: tables, JSON, and a progress bar."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,7 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def console() -> Console:
-    """Console on stdout. Files and pipes get lines of a fixed width, so nothing is cut."""
+    """Console of tables on stdout. Files and pipes get lines of a fixed width, so nothing is cut."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=PIPE_WIDTH)
 
@@ -113,7 +111,7 @@ def distribution_json(distribution: Distribution | None, factor: float) -> dict[
 
 
 def environment() -> dict[str, Any]:
-    """Facts needed to compare two results."""
+    """Facts on versions and machine that a result file needs for comparison."""
     return {
         "quire": __version__,
         "python": platform.python_version(),

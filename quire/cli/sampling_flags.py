@@ -1,5 +1,3 @@
-"""Sampling parameters as flags, shared by `run` and `chat`."""
-
 from __future__ import annotations
 
 import argparse
@@ -51,5 +49,5 @@ def add_sampling_flags(parser: Parser, defaults: Mapping[str, Any], *, skip: tup
 
 
 def sampling_params(namespace: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Given parameters over the command's defaults. Raises UserError."""
+    """Given flags over the command's defaults. Raises UserError."""
     return SamplingParams.from_options({**defaults, **given(namespace, SamplingParams)})

@@ -1,5 +1,3 @@
-"""Answer on the terminal: growing Markdown, dimmed reasoning, control characters made visible."""
-
 from __future__ import annotations
 
 import re
@@ -32,7 +30,7 @@ def visible(text: str) -> str:
 
 
 def split_blocks(text: str) -> int:
-    """Length of the leading blocks of a growing Markdown text that later text cannot change."""
+    """Characters of the leading blocks of a growing Markdown text that later text cannot change."""
     done = place = 0
     fence = ""
     is_blank = False
@@ -52,7 +50,7 @@ def split_blocks(text: str) -> int:
 
 
 class Screen(Protocol):
-    """Output of one answer. The context ends its last line."""
+    """Output of one answer, entered before its first piece. The context ends its last line."""
 
     def __enter__(self) -> Screen: ...
 

@@ -19,7 +19,7 @@ Prompt = str | dict[str, Any]
 
 
 class Engine(Protocol):
-    """Part of `AsyncLLM` that these commands use."""
+    """Part of `AsyncLLM` that `quire run` and `chat` use."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -36,7 +36,7 @@ class Engine(Protocol):
 
 
 def import_executor() -> None:
-    """Import the executor, which takes seconds, during which Ctrl-C waits."""
+    """Import the executor before it is needed; during these seconds Ctrl-C waits."""
     from quire.engine.client import DEFAULT_EXECUTOR
 
     with interrupts_deferred():
@@ -66,7 +66,7 @@ def open_engine(options: EngineOptions) -> Engine:
 
 @dataclass
 class Timing:
-    """Arrival times of tokens, in seconds."""
+    """Arrival times of an answer's tokens, in seconds."""
 
     start: float = field(default_factory=time.perf_counter)
     first: float | None = None
@@ -92,7 +92,7 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float:
-        """Rate over the whole request; 0 without tokens."""
+        """Output rate over the whole request; 0 without tokens."""
         return self.num_output_tokens / (self.last - self.start) if self.last is not None else 0.0
 
     def line(self) -> str:
@@ -110,11 +110,11 @@ class RunSession:
         self._runner = runner
 
     def preload(self, text: str) -> None:
-        """Compute and keep a prefix. Raises UserError."""
+        """Compute and keep a prefix's KV blocks, before prompts. Raises UserError."""
         self._runner.run(self.engine.register_prefix(text))
 
     def complete(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Timing]:
-        """Whole output. Raises ModelOutputError, as `stream` does."""
+        """Whole output, with its times. Raises ModelOutputError, as `stream` does."""
         return self._runner.run(self._complete(prompt, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams, take: Callable[[CompletionOutput], None]) -> Timing:
@@ -144,7 +144,7 @@ class RunSession:
 
 @contextmanager
 def session(options: EngineOptions) -> Iterator[RunSession]:
-    """Load the model; shut it down at the end."""
+    """Engine of `quire run` or `chat`: loads the model, shuts down at the end."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     engine = open_engine(options)

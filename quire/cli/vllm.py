@@ -202,7 +202,7 @@ _PREFIX = "vllm:"
 
 
 def build_parser() -> Parser:
-    """Parser of vLLM's flags, and Quire's with other names."""
+    """Parser of vLLM's flags, and of Quire's other ones."""
     parser = Parser(
         prog="quire.cli.vllm serve",
         usage="python -m quire.cli.vllm serve [MODEL] [flags of vllm serve]",
@@ -218,7 +218,7 @@ def build_parser() -> Parser:
 
 
 def add_flags(parser: argparse.ArgumentParser, entries: Iterable[VllmFlag], prefix: str = "") -> None:
-    """Add flags of the table. Given values are stored under `prefix` and the flag's name."""
+    """Add vLLM's flags of the table. Given values are stored under `prefix` and the flag's name."""
     group = parser.add_argument_group(f"flags of vLLM {VERSION}")
     for entry in entries:
         group.add_argument(
@@ -334,7 +334,7 @@ def _as_key(argument: str) -> str:
 
 
 def _whole(argument: str, parser: Parser) -> str:
-    """Complete an abbreviated flag, vLLM's current ones first. Raises UserError for an ambiguous flag."""
+    """Flag completed from an abbreviation, vLLM's current ones first. Raises UserError for an ambiguous flag."""
     head = _NAME.match(argument)
     known = parser.known_flags
     if head is None or head[0] in known:
@@ -385,7 +385,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_arguments(path: str) -> list[str]:
-    """Command line for the flags in a YAML file. Raises ConfigError for an invalid file."""
+    """Command line for the flags in a YAML file of `--config`. Raises ConfigError for an invalid file."""
     return config_words(path, _config_entry, (".yaml", ".yml"))
 
 

@@ -27,7 +27,7 @@ WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def read_config(path: Path) -> PeftConfig:
-    """Configuration of an adapter in a directory or a GGUF file. Raises ModelLoadError."""
+    """Settings of an adapter (directory or GGUF file), without its tensors. Raises ModelLoadError."""
     return read_header_of_gguf(path) if is_gguf(path) else read_peft_config(path)
 
 
@@ -46,7 +46,7 @@ def weight_file(directory: Path) -> Path:
 
 
 def content_digest(directory: Path) -> bytes:
-    """SHA-256 of the tensors' file and the config keys that change an adapter's results."""
+    """SHA-256 of the tensors' file and the config keys that change results; workers compare it again when they load."""
     config, path = read_config(directory), weight_file(directory)
     counted = (config.rank, config.alpha, dict(config.rank_pattern), dict(config.alpha_pattern), config.rank_stabilised)
     digest = hashlib.sha256(json.dumps(counted).encode())
@@ -59,7 +59,7 @@ def content_digest(directory: Path) -> bytes:
 
 
 def scaled(adapter: AdapterRef, scale: float) -> AdapterRef:
-    """Adapter of scale 1 with another scale and digest."""
+    """Adapter of scale 1 with a request's scale, and a digest of its own."""
     digest = scaled_digest(adapter.digest, scale)
     return AdapterRef(adapter.path, digest, adapter.name, scale)
 
@@ -69,8 +69,8 @@ def scaled_digest(content: bytes, scale: float) -> bytes:
 
 
 def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
-    """Adapter in a directory or a GGUF file. Raises UserError for one that the engine does not take. Workers check
-    at load time that its tensors fit the model."""
+    """Adapter in a directory or a GGUF file, opened when an option or request names it. Raises UserError for one that
+    the engine does not take. Workers check at load time that its tensors fit the model."""
     directory = Path(os.path.abspath(os.path.expanduser(path)))
     try:
         if not directory.is_dir() and not is_gguf(directory):
@@ -89,15 +89,15 @@ def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
 
 
 class FileScale(msgspec.Struct, frozen=True):
-    """Adapter's file, and its scale for requests that name none."""
+    """Adapter file of `--lora` or `--lora-scaled`, and its scale for requests that name none."""
 
     path: str
     scale: float
 
 
 def files_of(lora: Sequence[str], lora_scaled: Sequence[str], *, applies: bool) -> list[FileScale]:
-    """Adapters of the options, each with commas. applies: False sets all scales to 0. Raises ConfigError, also for two
-    scales other than 0."""
+    """Adapters of `--lora` and `--lora-scaled`, each with commas. applies: False sets all scales to 0. Raises
+    ConfigError, also for two scales other than 0."""
     found = [FileScale(path, 1.0) for text in lora for path in _listed(text, "lora")]
     for text in lora_scaled:
         for entry in _listed(text, "lora_scaled"):

@@ -1,5 +1,3 @@
-"""Adapter settings of the resolved configuration."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class AdaptersConfig:
-    """Adapter settings of an engine. max_running: adapters whose requests run at a time; 0: adapters are off. max_rank:
+    """LoRA settings of an engine. max_running: adapters whose requests run at a time; 0: adapters are off. max_rank:
     largest rank. num_slots: adapters that workers hold, at least max_running. target_modules: last parts of module
     names that adapters may change (None: any)."""
 
@@ -32,7 +30,7 @@ class AdaptersConfig:
         return self.max_running > 0
 
     def slot_bytes(self, elements: int) -> int:
-        """Bytes of all slots with adapters of the largest rank. elements: an adapter's elements for each rank."""
+        """Bytes reserved for all slots, at the largest rank. elements: an adapter's elements for each rank."""
         return elements * self.max_rank * self.num_slots * _BYTES[self.dtype] if self.is_on else 0
 
 

@@ -1,5 +1,3 @@
-"""KV cache settings of the resolved configuration."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
 
 
 def converted(name: str, given: Mapping[str, Any], kind: type[T], known: Collection[str]) -> T:
-    """Object-valued option as an instance of `kind`, whose fields are `known`."""
+    """Object-valued option as an instance of `kind`, whose fields are `known`. Raises ConfigError."""
     for field in given:
         if field not in known:
             raise ConfigError(f"{name} has no {field!r}{nearest_name(field, known)}", param=name)

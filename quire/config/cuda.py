@@ -42,7 +42,8 @@ class CudaFacts:
 
 
 def find_cuda() -> CudaFacts:
-    """Read torch's files, and query the driver if torch could use one."""
+    """Read torch's files, and query the driver if torch could use one. For `quire doctor` and the choice of a
+    device."""
     torch_version, torch_cuda = _torch_build()
     if torch_cuda is None:
         missing = "torch is not installed" if torch_version is None else f"torch {torch_version} was built without CUDA"

@@ -19,7 +19,8 @@ NATIVE_INDEX_HEADS, NATIVE_INDEX_DIM, NATIVE_INDEX_TOP = 64, 256, 8192
 
 
 def why_no_index(num_heads: int, dim: int, top: int) -> str | None:
-    """Reason why the native kernels cannot compute this indexer."""
+    """Reason why the native CPU kernels cannot compute this sparse-attention indexer (`dim`: elements a head); None:
+    they can."""
     if num_heads > NATIVE_INDEX_HEADS or dim % NATIVE_HEAD_MULTIPLE or dim > NATIVE_INDEX_DIM or top > NATIVE_INDEX_TOP:
         return (
             f"an indexer of {num_heads} heads of {dim} elements that chooses {top} keys is not one of at most "
@@ -30,7 +31,7 @@ def why_no_index(num_heads: int, dim: int, top: int) -> str | None:
 
 
 def why_no_latents(rank: int, rope_dim: int) -> str | None:
-    """Reason why the native kernels cannot compute these latents (sizes in elements)."""
+    """Reason why the native CPU kernels cannot compute latents of these elements; None: they can."""
     if rank % NATIVE_HEAD_MULTIPLE or rank > NATIVE_RANK_LIMIT or rope_dim % 2 or rank + rope_dim > NATIVE_LATENT_LIMIT:
         return (
             f"latents of {rank} + {rope_dim} elements are not a multiple of {NATIVE_HEAD_MULTIPLE} up to "
@@ -61,17 +62,17 @@ class DeviceConfig:
 
     @property
     def is_accelerated(self) -> bool:
-        """True if the device worker runs the model."""
+        """True if Triton kernels run the model."""
         return self.attention_backend == "triton"
 
     @property
     def has_full_graphs(self) -> bool:
-        """True if steps with one new token per sequence run as one graph."""
+        """True if steps with one new token per sequence run as one CUDA graph."""
         return self.cuda_graphs in ("full", "full_and_piecewise")
 
     @property
     def has_piecewise_graphs(self) -> bool:
-        """True if other steps run as graphs between the layers' attention."""
+        """True if other steps run as CUDA graphs between the layers' attention."""
         return self.cuda_graphs in ("piecewise", "full_and_piecewise")
 
 
@@ -86,7 +87,7 @@ _STEPS = ((4, None), (64, 8), (256, 16), (512, 32), (LARGEST_SIZE, 64))
 
 
 def default_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Graph sizes up to the larger of LARGEST_SIZE and `max_num_seqs`, within the token budget."""
+    """CUDA graph sizes in tokens up to the larger of LARGEST_SIZE and `max_num_seqs`, within the token budget."""
     limit = min(max(LARGEST_SIZE, max_num_seqs), max_num_batched_tokens)
     return tuple(sorted({*(size for size in _rungs(limit) if size <= limit), max_num_seqs}))
 

@@ -1,5 +1,3 @@
-"""Configuration of a draft model, and its agreement with the target model."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -28,8 +26,9 @@ def with_draft_model(
     backend: str,
     complete: Callable[[EngineOptions], ModelConfig],
 ) -> SpeculationConfig:
-    """Read the draft model. A head for drafts is also recognised by its config.json alone. backend: attention backend
-    of `model`. complete: reads the model of options. Raises ConfigError for a model that cannot make drafts."""
+    """`speculation` with its draft model's configuration read. A head for drafts is also recognised by its config.json
+    alone. backend: attention backend of `model`. complete: reads the model of options. Raises ConfigError for a model
+    that cannot make drafts."""
     chosen = speculation.draft_model
     if chosen is None:
         return speculation
@@ -107,7 +106,7 @@ def fitting_draft(draft: ModelConfig, model: ModelConfig) -> ModelConfig:
 
 
 def _mask_token(chosen: DraftModelConfig, raw: Mapping[str, Any], draft: ModelConfig) -> int | None:
-    """Token that a model trained for parallel drafts (PARD) has for unknown ones. raw: its config.json."""
+    """Token id that stands for unknown tokens in a model for parallel drafts (PARD). raw: its config.json."""
     if not chosen.is_parallel:
         return None
     found = raw.get("pard_token", raw.get("ptd_token_id"))

@@ -1,5 +1,4 @@
-"""Configuration of heads for drafts with checkpoints of their own (EAGLE, EAGLE-3), and the model that a checkpoint of
-the `speculators` library names."""
+"""Heads for drafts (EAGLE, EAGLE-3), and the model of a `speculators` checkpoint."""
 
 from __future__ import annotations
 
@@ -51,17 +50,17 @@ class EagleConfig:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers of the model whose results are read."""
+        """Model's layers, from 0, whose outputs the head reads."""
         return tuple(layer - 1 for layer in self.layers)
 
     @property
     def width(self) -> int:
-        """Elements that the head reads of a token's hidden states."""
+        """Elements of a token's hidden states that the head reads."""
         return self.read_size * max(1, len(self.layers))
 
 
 def head_method(raw: Mapping[str, Any]) -> str:
-    """Method of the head that a config.json describes; "": it describes a whole model. Raises ConfigError for other
+    """Method of the head in a config.json, "eagle" or "eagle3"; "": a whole model. Raises ConfigError for other
     heads."""
     kind = raw.get("speculators_model_type")
     if kind is not None or _SPECULATORS in raw:
@@ -76,7 +75,8 @@ def head_method(raw: Mapping[str, Any]) -> str:
 
 
 def head_values(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """config.json of a model whose layer the head has. Raises ModelLoadError for heads with other layers."""
+    """config.json of a model with the head's layer, to be read like a draft model's. Raises ModelLoadError for heads
+    with other layers."""
     inner = raw.get("transformer_layer_config")
     is_inner = isinstance(inner, Mapping)
     found = dict(inner) if isinstance(inner, Mapping) else dict(raw)
@@ -131,7 +131,7 @@ def read_eagle(method: str, raw: Mapping[str, Any], model: ModelConfig, where: s
 
 
 def _layers(ids: object, num_layers: int, fields: Fields) -> tuple[int, ...]:
-    """Layers whose inputs are read. ids: list of a config.json; None: vLLM's choice."""
+    """Numbers of the model's layers whose inputs the head reads. ids: list of a config.json; None: vLLM's choice."""
     if ids is None:
         ids = [2, num_layers // 2, num_layers - 3]
     numbers = [each for each in ids if type(each) is int] if isinstance(ids, list | tuple) else []

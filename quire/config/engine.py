@@ -52,5 +52,5 @@ class EngineConfig:
 
     @property
     def takes_predictions(self) -> bool:
-        """True if drafts may come from the text that a request expects."""
+        """True if drafts may come from a chat request's `prediction` text."""
         return bool(self.speculation.max_drafts) and self.speculation.reads_texts

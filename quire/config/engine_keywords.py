@@ -1,12 +1,10 @@
-"""Keywords of `LLM`, `LLMEngine` and `AsyncLLM`, for editors and type checkers."""
-
 from __future__ import annotations
 
 from typing import Any, TypedDict
 
 
 class EngineKeywords(TypedDict, total=False):
-    """Fields of `EngineOptions` but the model."""
+    """Keyword arguments of `LLM` and `AsyncLLM`: fields of `EngineOptions` but the model."""
 
     runner: str
     tokenizer: str | None

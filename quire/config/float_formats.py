@@ -1,5 +1,5 @@
-"""Parsing of `quantization_config` for 8-bit and 4-bit float weights. Scales of activations in the checkpoint are not
-used, because activations stay unquantised."""
+"""Parsing of `quantization_config` for 8-bit and 4-bit float weights. Activation scales are not used: activations stay
+unquantised."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def modelopt(fields: Fields) -> QuantizationConfig:
 
 
 def mxfp4(fields: Fields) -> QuantizationConfig:
-    """GPT-OSS: MXFP4 expert matrices, one tensor for all experts of a layer."""
+    """GPT-OSS's MXFP4 expert matrices, one tensor for all experts of a layer."""
     return QuantizationConfig("mxfp4", MX_GROUP, "mxfp4")
 
 
@@ -67,7 +67,7 @@ def compressed_floats(scheme: Fields, weights: Fields, layout: str) -> Quantizat
 
 
 def _block_size(fields: Fields, key: str) -> tuple[int, int] | None:
-    """(rows, features) of a block, from a list or a text like 128x128."""
+    """(output rows, input features) that share a scale, from a list or a text like 128x128."""
     value = fields.values.get(key)
     if isinstance(value, str):
         value = [int(part) if part.isdecimal() else part for part in value.lower().split("x")]

@@ -1,5 +1,3 @@
-"""Model's sampling defaults: generation_config.json and the user's overrides."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -72,9 +72,9 @@ _LATENT_KEYS = ("expert_weights_scale", "expert_group_count", _YARN_LOG)
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Heads of a GGUF file's layers. num_heads, num_kv_heads: query and key heads. names: GGUF names of the
-    architecture. num_layers: layers without those that predict further tokens. state: heads of layers with a state,
-    where the file orders them differently."""
+    """Heads of a GGUF file's layers, whose rows loading reorders. num_heads, num_kv_heads: query and key heads. names:
+    GGUF names of the architecture. num_layers: layers without those that predict further tokens. state: heads of layers
+    with a state, where the file orders them differently."""
 
     num_heads: int
     num_kv_heads: int
@@ -95,8 +95,8 @@ class StateHeads:
 
 
 class Described(NamedTuple):
-    """Configuration and pooling of a model on disk. config: config.json, read or made from GGUF metadata. pooling:
-    method that a GGUF file names."""
+    """Answer of `read_gguf`. config: config.json, read or made from GGUF metadata. pooling: method that a GGUF file
+    names."""
 
     config: dict[str, Any]
     pooling: Method | None = None
@@ -348,7 +348,7 @@ def _eos_token_ids(file: GGUFFile) -> list[int]:
 
 
 def end_tokens(named: Mapping[str, int]) -> dict[str, int]:
-    """Name -> id of the tokens that end a text. named: tokens of END_NAMES in a vocabulary."""
+    """Name -> id of the vocabulary's tokens that end a text. named: those in END_NAMES."""
     found = dict(named)
     calls = found.keys() & {"<|call|>", "<|calls|>"}
     if calls and found.keys() & {"<|return|>", "<|flush|>"}:
@@ -359,7 +359,8 @@ def end_tokens(named: Mapping[str, int]) -> dict[str, int]:
 
 
 def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> None:
-    """Check that the file has the metadata's tensors and shapes, and no others except layers after the last."""
+    """Check that the file has the metadata's tensors and shapes, and no others except layers after the last. Raises
+    ModelLoadError."""
     num_layers, num_blocks = config["num_hidden_layers"], keys.integer("block_count")
     if num_layers > len(file.tensors):
         raise file.error(f"block_count is {num_layers}, and there are {len(file.tensors)} tensors")

@@ -1,5 +1,3 @@
-"""Adapters in GGUF files, as llama.cpp's `convert_lora_to_gguf.py` writes them: the header as a PeftConfig."""
-
 from __future__ import annotations
 
 import re
@@ -25,8 +23,8 @@ _INVOCATION = "adapter.alora.invocation_tokens"
 
 @dataclass(frozen=True)
 class GGUFAdapter:
-    """Adapter in a GGUF file. names: GGUF names of the architecture. entries: a module's A and B, by module (Hugging
-    Face's name)."""
+    """Adapter in a GGUF file, as llama.cpp's `convert_lora_to_gguf.py` writes it. names: GGUF names of the
+    architecture. entries: a module's A and B, by module (Hugging Face's name)."""
 
     config: PeftConfig
     names: GGUFNames
@@ -85,6 +83,6 @@ def _pairs(file: GGUFFile) -> dict[str, dict[str, TensorEntry]]:
 
 
 def read_header(path: Path) -> PeftConfig:
-    """PeftConfig of a file. Raises ModelLoadError."""
+    """PeftConfig of an adapter's GGUF file. Raises ModelLoadError."""
     with GGUFFile(path) as file:
         return read_gguf_adapter(file).config

@@ -1,5 +1,3 @@
-"""GGUF metadata and tensor names of a Hugging Face model."""
-
 from __future__ import annotations
 
 import math
@@ -52,8 +50,8 @@ class TensorPlace:
 
 
 def describe(config: ModelConfig, title: str) -> Description:
-    """Header for a model. title: its readable name. Raises ModelLoadError for families that cannot be exported, and for
-    settings that files cannot express."""
+    """Header of a model's file for `quire quantize`. title: its readable name. Raises ModelLoadError for families that
+    cannot be exported, and for settings that files cannot express."""
     family = _family(config)
     names = family.gguf
     assert names is not None, "exported families have names in files"
@@ -118,7 +116,8 @@ def _experts(experts: Experts | None) -> dict[str, Value]:
 
 
 def check_read_back(config: ModelConfig, found: ModelConfig) -> None:
-    """Raise ModelLoadError where the file's configuration differs from the model's."""
+    """Raise ModelLoadError where the file's configuration differs from the model's. `quire quantize` calls it on a
+    finished file."""
     ours, theirs = (_comparable(each) for each in (config, found))
     for what, value in ours.items():
         other = theirs[what]

@@ -45,8 +45,8 @@ MIXES: Mapping[str, Mix] = {
 
 @dataclass(frozen=True)
 class MixedModel:
-    """Properties of a model for the rules. heads_per_key: queries that share a key. is_large: LLaMA or Qwen 2 of 80
-    layers. has_importance: the importance of the columns' errors is known."""
+    """Properties of a model that decide tensors' types in a mix. heads_per_key: queries that share a key. is_large:
+    LLaMA or Qwen 2 of 80 layers. has_importance: the importance of the columns' errors is known."""
 
     num_layers: int
     heads_per_key: int
@@ -57,7 +57,8 @@ class MixedModel:
 
 
 def tensor_type(name: str, shape: tuple[int, ...], mix: str, model: MixedModel) -> str:
-    """Type of a tensor. shape: outermost dimension first. Vectors and routers stay float32."""
+    """Block type that `quire quantize` gives a tensor. shape: outermost dimension first. Vectors and routers stay
+    float32."""
     if len(shape) < 2 or name.endswith("ffn_gate_inp.weight"):
         return "F32"
     usual = MIXES[mix].usual

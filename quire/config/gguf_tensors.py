@@ -1,5 +1,3 @@
-"""Tensors of a GGUF file: Hugging Face names and expected shapes."""
-
 from __future__ import annotations
 
 import re
@@ -43,7 +41,7 @@ def layer_of(name: str) -> int | None:
 
 
 def expected_shapes(family: Family, names: GGUFNames, config: Mapping[str, Any]) -> Shapes:
-    """Shape of every tensor, by name in the file. config: result of `read_gguf`."""
+    """Shape of every tensor in elements, by name in the file. config: result of `read_gguf`."""
     hidden = config["hidden_size"]
     embedding = (config["vocab_size"], hidden)
     expected: Shapes = {"token_embd.weight": embedding, "output_norm.weight": (hidden,)}
@@ -65,7 +63,7 @@ def expected_shapes(family: Family, names: GGUFNames, config: Mapping[str, Any])
 
 
 def encoder_shapes(config: Mapping[str, Any]) -> Shapes:
-    """Shapes of BERT: learned positions, token types, and biases everywhere."""
+    """Tensor shapes of a BERT file, by name: learned positions, token types, and biases everywhere."""
     hidden, inner, types = config["hidden_size"], config["intermediate_size"], config["type_vocab_size"]
     expected: Shapes = {
         "token_embd.weight": (config["vocab_size"], hidden),

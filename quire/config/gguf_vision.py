@@ -1,6 +1,3 @@
-"""Vision tower's GGUF file (llama.cpp's mmproj) as parts of a Hugging Face config.json and
-preprocessor_config.json."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -29,8 +26,8 @@ SECOND_FRAME = "v.patch_embd.weight.1"
 
 
 class Tower(NamedTuple):
-    """Vision tower of a GGUF file. vision: `vision_config`. processor: preprocessor_config.json. architecture:
-    language model's."""
+    """Vision tower of a GGUF file (llama.cpp's mmproj). vision: `vision_config`. processor: preprocessor_config.json.
+    architecture: language model's."""
 
     vision: dict[str, Any]
     processor: dict[str, Any]
@@ -118,8 +115,8 @@ def _qwen3_keys(file: GGUFFile, prefix: str) -> dict[str, Any]:
 
 
 def with_tower(config: Mapping[str, Any], model: Path, path: Path) -> dict[str, Any]:
-    """config.json of the GGUF file `model` with its tower in `path`. Raises ModelLoadError if they do not belong
-    together."""
+    """config.json of the GGUF file `model` with `vision_config` from the tower's file `path`. Raises ModelLoadError if
+    they do not belong together."""
     tower = read_tower(path)
     if tower.architecture not in config["architectures"]:
         raise ModelLoadError(f"{path}: its tower is of a {tower.architecture}, and {model} is none")

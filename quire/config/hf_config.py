@@ -52,7 +52,7 @@ _MOST_DRAFT_LAYERS = 16
 
 @dataclass(frozen=True)
 class ModelChoices:
-    """Further choices about a model; fields have the options' names."""
+    """Options that change a model's configuration, under their names."""
 
     runner: str = "auto"
     model_impl: str = "auto"
@@ -193,8 +193,8 @@ def _read_described(path: Path) -> Described:
 
 
 def _with_tower(described: Described, path: Path, asked: str | None) -> tuple[Described, Path | None]:
-    """GGUF model with its vision tower, and the tower's file (None: no tower). asked: the user's file; None: the one
-    beside the model, if it is this model's."""
+    """(GGUF model with its vision tower, that file; None: no tower). asked: the user's file; None: the one beside the
+    model, if it is this model's."""
     if not path.is_file():
         if asked is not None:
             raise ConfigError(f"mmproj is for GGUF models, and {path} is none", param="mmproj")
@@ -234,7 +234,8 @@ def vision_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _image_token_id(config: Mapping[str, Any], architecture: str) -> int | None:
-    """Placeholder of images; Gemma's older files have another key, or leave its usual value out."""
+    """Token id that stands for images in prompts; Gemma's older files have another key, or leave its usual value
+    out."""
     usual = 262_144 if architecture == "Gemma3ForCausalLM" and VISION_CONFIG in config else None
     found = (_token_id(config, key) for key in ("image_token_id", "image_token_index"))
     return next((token_id for token_id in found if token_id is not None), usual)
@@ -363,6 +364,7 @@ def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
 
 
 def model_fields(config: ModelConfig) -> Fields:
-    """Typed access to a resolved model's config.json, for keys that only its family reads."""
+    """Typed access to a resolved model's config.json, for keys that only its family reads. Layers read them when they
+    are made."""
     values: Mapping[str, Any] = config.hf
     return Fields(values, _where(config.path))

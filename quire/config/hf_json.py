@@ -41,7 +41,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Value for error messages; long ones are cut."""
+    """Value as text (`repr`) for error messages; long ones are cut."""
     return _shorten.repr(value)
 
 

@@ -29,8 +29,8 @@ _PAGE = re.compile(
 
 
 def read_page(name: str, revision: str | None) -> tuple[str, str | None]:
-    """(hub id, revision) of `name`, which may be the browser address of a repository, branch or GGUF file. Other names
-    stay. A given revision overrides the page's."""
+    """(hub id, revision) of `name`, which may be a web address of a repository, branch or GGUF file. Other names stay.
+    A given revision overrides the page's."""
     page = _PAGE.fullmatch(name.strip())
     if page is None:
         return name, revision

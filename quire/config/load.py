@@ -1,5 +1,3 @@
-"""Weight-loading settings of the resolved configuration."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

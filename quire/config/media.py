@@ -1,5 +1,3 @@
-"""Slice of images: their number, processing and permitted sources."""
-
 from __future__ import annotations
 
 import ipaddress
@@ -27,15 +25,16 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class ProcessorOptions:
-    """Options that override an image processor's files. min_pixels, max_pixels: pixels of a resized picture."""
+    """`mm_processor_kwargs`, which override the model's image processor. min_pixels, max_pixels: pixels of a resized
+    picture."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any], option: str = "mm_processor_kwargs") -> ProcessorOptions:
-        """Options in `mm_processor_kwargs`; `size` may hold them as `shortest_edge` and `longest_edge`. Raises
-        ConfigError for unknown names and wrong values."""
+        """Read the option; `size` may hold the fields as `shortest_edge` and `longest_edge`. Raises ConfigError for
+        unknown names and wrong values."""
         values = dict(given)
         size = values.pop("size", None) or {}
         if not isinstance(size, Mapping) or size.keys() - {"shortest_edge", "longest_edge"}:
@@ -57,7 +56,8 @@ OF_FILES = ProcessorOptions()
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """Options that override a video processor's files. fps: frames sampled of a second. num_frames: in place of fps."""
+    """`media_io_kwargs.video`, which overrides the model's video processor. fps: frames sampled of a second.
+    num_frames: in place of fps."""
 
     fps: float | None = None
     num_frames: int | None = None
@@ -65,7 +65,8 @@ class VideoOptions:
 
 @dataclass(frozen=True)
 class MediaSize:
-    """Largest image or video that memory is planned for; None: the model's largest. num_frames: frames in a video."""
+    """Largest image or video, in pixels, that memory is planned for; None: the model's largest. num_frames: frames in a
+    video."""
 
     width: int | None = None
     height: int | None = None
@@ -81,7 +82,7 @@ MODEL_SIZE = MediaSize()
 
 @dataclass(frozen=True)
 class MediaLimit:
-    """Limit of one kind of input: number in a prompt, and size."""
+    """Limit of images or of videos in a prompt, and the size to plan for."""
 
     count: int
     size: MediaSize = MODEL_SIZE
@@ -141,7 +142,7 @@ class MediaConfig:
 
 
 def background_of(media_io_kwargs: Mapping[str, Any], option: str = "media_io_kwargs") -> Color:
-    """Background color in the options. Raises ConfigError."""
+    """RGB color under transparent pictures. Raises ConfigError."""
     for kind, settings in media_io_kwargs.items():
         if kind != "image" or not isinstance(settings, Mapping):
             raise ConfigError(f"{option} has an object for 'image' alone, not {kind!r:.50}", param=option)
@@ -171,7 +172,7 @@ def video_options_of(given: object, option: str = "media_io_kwargs") -> VideoOpt
 
 
 def _limits(limits: Mapping[str, Any]) -> tuple[MediaLimit, MediaLimit]:
-    """Limits of images and of videos."""
+    """Limits of images and of videos in `limit_mm_per_prompt`."""
     option = "limit_mm_per_prompt"
     found = {"image": MediaLimit(MAX_IMAGES), "video": MediaLimit(MAX_VIDEOS)}
     for kind, limit in limits.items():

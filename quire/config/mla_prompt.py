@@ -1,5 +1,3 @@
-"""Choice whether prompts of latent attention are expanded (`mla_prompt`)."""
-
 from __future__ import annotations
 
 from quire.config.checks import choice

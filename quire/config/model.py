@@ -1,5 +1,3 @@
-"""Facts about a model known before any tensor exists."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -85,7 +83,7 @@ class ModelConfig:
 
     @property
     def has_pooling_head(self) -> bool:
-        """True if projections turn the pooled states into logits or another vector."""
+        """True if projections follow pooling, for logits or another vector."""
         return self.pooling is not None and (self.pooling.task == "classify" or bool(self.pooling.dense))
 
     @property
@@ -132,7 +130,7 @@ class ModelConfig:
         return self.shape.windows
 
     def resolved_shape(self) -> ModelShape:
-        """Shape (dimensions) with this engine's weight types and length limit, for memory planning."""
+        """Shape with this engine's weight types and length limit, for memory planning."""
         stored = self.dtype if self.quantization is None else self.quantization.stored_type
         only_experts = self.quantization is not None and self.quantization.checkpoint_format == "mxfp4"
         dense = self.dtype if only_experts else stored

@@ -41,14 +41,14 @@ Matrix = tuple[int, int]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One layer's use of earlier tokens. kind: "full", "sliding" and "chunked" keep a key and a value per token and
-    head; "latent" one vector per token for all heads; "state" a state of fixed size per sequence; "none" nothing.
-    key_dim, value_dim: elements of a head's key (for "latent" with its rotated part) and value. window: tokens of a
-    "sliding" window or of a chunk. latent_dim: elements that "latent" keeps per token, of which latent_rank are
-    compressed. index_heads, index_dim, index_top: indexer's heads, elements of its key per token, and tokens that it
-    chooses (0: no indexer). conv_channels, conv_inputs: channels of a "state" layer's short convolution, and inputs
-    kept of each, beside a matrix key_dim x value_dim for each of num_kv_heads value heads. spare_inputs: further
-    inputs, so this number of drafts can be taken back."""
+    """One layer's use of earlier tokens, for planning, simulation and KV specs. kind: "full", "sliding" and "chunked"
+    keep a key and a value per token and head; "latent" one vector per token for all heads; "state" a state of fixed
+    size per sequence; "none" nothing. key_dim, value_dim: elements of a head's key (for "latent" with its rotated part)
+    and value. window: tokens of a "sliding" window or of a chunk. latent_dim: elements that "latent" keeps per token,
+    of which latent_rank are compressed. index_heads, index_dim, index_top: indexer's heads, elements of its key per
+    token, and tokens that it chooses (0: no indexer). conv_channels, conv_inputs: channels of a "state" layer's short
+    convolution, and inputs kept of each, beside a matrix key_dim x value_dim for each of num_kv_heads value heads.
+    spare_inputs: further inputs, so this number of drafts can be taken back."""
 
     kind: Kind
     num_heads: int
@@ -86,7 +86,7 @@ class AttentionShape:
 
     @property
     def reach(self) -> int | None:
-        """Positions that a token reads; None: all. A state counts as one."""
+        """Number of positions that a token reads; None: all. A state counts as one."""
         return 1 if self.kind == "state" else self.window
 
     def token_elements(self, tp: int = 1) -> int:
@@ -127,7 +127,7 @@ class AttentionShape:
 
 
 def line_elements(count: int) -> int:
-    """`count` float32 elements, rounded up to whole cache lines."""
+    """Count rounded up to whole cache lines of float32 elements."""
     return -(-count // _LINE_ELEMENTS) * _LINE_ELEMENTS
 
 
@@ -200,7 +200,7 @@ class ModelShape:
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """Positions that each layer's tokens read; None: all."""
+        """Number of positions that each layer's tokens read; None: all."""
         return tuple(layer.attention.reach for layer in self.layers)
 
     @property
@@ -223,11 +223,12 @@ class ModelShape:
 
     @property
     def intermediate(self) -> int:
-        """Width of the widest MLP."""
+        """Elements of the widest MLP."""
         return max(layer.intermediate for layer in self.layer_counts)
 
     def stages(self, pp: int) -> tuple[range, ...]:
-        """Layers of each of `pp` pipeline stages, at least one. They minimise the longest stage's share of a step."""
+        """Layer numbers of each of `pp` pipeline stages, at least one. They minimise the longest stage's share of a
+        step."""
         rest = LAYER_OVERHEAD * self.hidden
         costs = [self._dense_parameters(layer) + self._active_experts(layer) + rest for layer in self.layers]
         before = [0, *accumulate(costs)]
@@ -251,7 +252,7 @@ class ModelShape:
         return tuple(range(start, end) for start, end in pairwise(best[self.num_layers][1]))
 
     def layers_per_stage(self, pp: int) -> int:
-        """Layers of the largest of `pp` pipeline stages."""
+        """Number of layers of the largest of `pp` pipeline stages."""
         return max(map(len, self.stages(pp)))
 
     # -- parameters -------------------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ class ModelShape:
         )
 
     def with_spare_inputs(self, count: int) -> ModelShape:
-        """Shape whose states keep `count` more convolution inputs, so `count` tokens can be taken back."""
+        """Shape whose states keep `count` more convolution inputs, so `count` drafts can be taken back."""
 
         def spared(layer: LayerShape) -> LayerShape:
             kept = layer.attention
@@ -333,7 +334,7 @@ class ModelShape:
 
     @property
     def expansion_parameters(self) -> int:
-        """Elements of the extra matrices that expand prompts."""
+        """Elements of matrices that expand prompts of latent attention."""
         return sum(count * layer.attention.expansion_elements for layer, count in self.layer_counts.items())
 
     def parameters(self) -> int:
@@ -343,7 +344,7 @@ class ModelShape:
         return self.dense_parameters + self.routed_parameters + tables + vectors + self.draft_parameters
 
     def active_parameters(self) -> int:
-        """Elements that one token is multiplied by."""
+        """Weight elements that one token is multiplied by."""
         active = 0 if self.experts is None else self.num_moe_layers * self.experts.num_active * self.expert_parameters
         return self.dense_parameters + active + self.embedding_parameters
 
@@ -372,5 +373,5 @@ class ModelShape:
 
 
 def _dense_width(layer: LayerShape) -> int:
-    """Width of the MLP that every token passes."""
+    """Elements of the MLP or shared experts that every token passes."""
     return layer.intermediate if layer.experts is None else layer.experts.shared_intermediate

@@ -1,5 +1,4 @@
-"""Record of one option, which stands at its field of EngineOptions or ServerSettings. Flags, help and documents are
-made from it."""
+"""Record of one option at its field, from which flags, help and documents are made."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class Option(NamedTuple):
 
 
 class OptionGroup(NamedTuple):
-    """Options that `quire serve --help` shows together, and `--help=NAME` alone."""
+    """Heading of options that `--help` shows together, and `--help=NAME` alone."""
 
     name: str
     title: str
@@ -50,7 +49,7 @@ GROUPS = FIRST, MODEL, IMAGES, KV, SCHEDULING, ADAPTERS, DEVICE, ANSWERS, FILES,
 
 @cache
 def options_of(struct: type[msgspec.Struct]) -> Mapping[str, Option]:
-    """Records of a struct's fields, by name; fields without one are left out."""
+    """`Option` records of a struct's fields, by name, for flags; fields without one are left out."""
     hints = typing.get_type_hints(struct, include_extras=True)
     records = {name: getattr(hints[name], "__metadata__", (None,))[0] for name in struct.__struct_fields__}
     return {name: record for name, record in records.items() if isinstance(record, Option)}

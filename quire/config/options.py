@@ -300,6 +300,6 @@ _TEXTS = ("model", "tokenizer", "kv_offload_dir", "step_log", "download_dir", "a
 
 
 class HasOptions(Protocol):
-    """Gathered engine keywords, such as `quire.EngineArgs`."""
+    """Object that gathers engine keywords, such as `quire.EngineArgs`."""
 
     def to_options(self) -> EngineOptions: ...

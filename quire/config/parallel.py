@@ -78,7 +78,7 @@ class ParallelConfig:
 
 
 def parallel_config(options: EngineOptions) -> ParallelConfig:
-    """Ranks of one replica. Raises ConfigError for sizes that do not fit."""
+    """Layout of one replica's ranks by the options. Raises ConfigError for sizes that do not fit."""
     for kind in ("tensor", "pipeline", "data", "decode_context", "prefill_context"):
         positive(f"{kind}_parallel_size", getattr(options, f"{kind}_parallel_size"))
     run = positive("cp_kv_cache_interleave_size", options.cp_kv_cache_interleave_size)
@@ -108,7 +108,7 @@ def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
 
 
 def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_accelerated: bool) -> str:
-    """One of EXECUTORS. Raises ConfigError for one that cannot run these ranks."""
+    """Executor's name, one of EXECUTORS. Raises ConfigError for one that cannot run these ranks."""
     name = "distributed_executor_backend"
     asked = choice(name, options.distributed_executor_backend, ("auto", *EXECUTORS))
     count = parallel.num_devices

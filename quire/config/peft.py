@@ -1,5 +1,3 @@
-"""Adapters in PEFT's layout: adapter_config.json."""
-
 from __future__ import annotations
 
 import math
@@ -57,7 +55,7 @@ class PeftConfig:
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """Factor of the product of A and B."""
+        """Factor of a module's A times B (alpha / rank), before a request's scale."""
         rank = self.rank_of(module)
         alpha = _matching(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilised else alpha / rank

@@ -109,7 +109,8 @@ def read_pooling(
 
 
 def longest_text(path: Path, limit: int) -> int:
-    """Longest text in tokens, special ones included, by sentence-transformers' files; at most `limit`."""
+    """Longest text in tokens, special ones included, by sentence-transformers' files; at most `limit`. It becomes
+    `max_model_len`."""
     if path.is_file():
         return limit
     file = path / "sentence_bert_config.json"

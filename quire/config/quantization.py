@@ -1,5 +1,3 @@
-"""Quantisation settings of a model's weights."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

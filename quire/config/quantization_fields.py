@@ -1,5 +1,3 @@
-"""Helpers for reading a `quantization_config`."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ def inner_object(fields: Fields, key: str) -> Fields:
 
 
 def group_size(fields: Fields, key: str) -> int | None:
-    """Features of a group; None for -1, which means whole rows."""
+    """Input features that share a scale; None for -1, which means whole rows."""
     return None if fields.values.get(key) == -1 else fields.integer(key)
 
 
@@ -36,7 +34,7 @@ def known_integer(fields: Fields, key: str, known: Sequence[int]) -> int:
 
 
 def known_text(fields: Fields, key: str, known: Sequence[str], default: str | None = None) -> str:
-    """Text in lower case. Raises ModelLoadError with the supported kinds for others."""
+    """Text under a key, in lower case. Raises ModelLoadError with the supported kinds for others."""
     value = fields.text(key, default).lower()
     if value not in known:
         raise unsupported(fields, f"{key} {shown(value)}")

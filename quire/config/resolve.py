@@ -126,7 +126,8 @@ DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory
 
 
 def resolve(options: EngineOptions) -> EngineConfig:
-    """Check and complete `options`. Reads config.json (fetching a hub id if necessary), loads no weights."""
+    """Check and complete `options`, first for each engine, also by `quire plan` and `doctor`. Reads config.json
+    (fetching a hub id if necessary), loads no weights."""
     parallel = parallel_config(options)
     device, is_accelerated = choose_device(options)
     if parallel.num_devices > 1:
@@ -510,7 +511,7 @@ def _offload_size(options: EngineOptions) -> int:
 
 def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> tuple[int, int]:
     """(max_num_seqs, max_num_batched_tokens). A missing value follows from the other. Raises ConfigError if they
-    contradict each other."""
+    contradict each other. usual_seqs, usual_budget: values without options."""
     seqs = positive("max_num_seqs", options.max_num_seqs)
     budget = positive("max_num_batched_tokens", options.max_num_batched_tokens)
     if seqs is None:

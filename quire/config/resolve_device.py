@@ -1,4 +1,4 @@
-"""Resolution of device options: device, settings that follow, and checks of what it cannot do yet."""
+"""Resolution and checks of device options."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def check_batch_invariant(options: EngineOptions, device: str) -> bool:
 
 
 def checked_sizes(sizes: list[int], max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Sorted, distinct sizes. Raises ConfigError for a size that no step can have."""
+    """Graph sizes in tokens, sorted and distinct. Raises ConfigError for a size that no step can have."""
     if not sizes or min(sizes) < 1 or max(sizes) > max_num_batched_tokens:
         raise ConfigError(
             f"cuda_graph_sizes must be numbers from 1 to max_num_batched_tokens ({max_num_batched_tokens}), not "

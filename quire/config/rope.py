@@ -83,7 +83,7 @@ class RopeConfig:
 
     @property
     def longest(self) -> int:
-        """Maximum positions that the scaling supports."""
+        """Positions that the scaling supports at most."""
         if self.rope_type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * (self.factor or 1.0))
         if self.rope_type == "yarn":
@@ -187,7 +187,7 @@ def _mrope_section(rope: Fields, rotary_dim: int, defaults: RopeDefaults) -> tup
 
 
 def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> tuple[Mapping[str, Any], bool]:
-    """(RoPE settings of a kind of layers, with their base; True if nested)."""
+    """(RoPE settings of a kind of layers, with their base; True if config.json nests them by kind)."""
     theta = config.number("rope_theta") if "rope_theta" in config.values else defaults.theta
     scaling = _object(config, "rope_scaling")
     if defaults.local_theta is None:

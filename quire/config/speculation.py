@@ -75,7 +75,7 @@ class SpeculationConfig:
 
     @property
     def draft(self) -> ModelConfig | None:
-        """Draft model, once its config.json was read."""
+        """Draft model or head, once its config.json was read; None: another method."""
         return None if self.draft_model is None else self.draft_model.model
 
     @property
@@ -90,7 +90,7 @@ class SpeculationConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
-        """Read the option (None: no drafts). Raises ConfigError for unknown names and wrong values."""
+        """Read `speculative_config` (None: no drafts). Raises ConfigError for unknown names and wrong values."""
         if given is None:
             return cls()
         fields = converted(OPTION, given, _Given, _Given.__struct_fields__)
@@ -126,7 +126,7 @@ class SpeculationConfig:
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
-    """Check ranges (first, last number of running sequences, drafts)."""
+    """Checked `by_batch_size` from ranges (first, last number of running sequences, drafts)."""
     name = f"{OPTION}.num_speculative_tokens_per_batch_size"
     next_first = 1
     for first, last, number in ranges:
@@ -201,8 +201,8 @@ _SUFFIX_KEYS = MappingProxyType(
 
 
 class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Option as the caller writes it. quire/config/speculation_keys.py lists keys of single methods, without
-    effect, or with one permitted value."""
+    """`speculative_config` as the user writes it. quire/config/speculation_keys.py lists keys of single methods,
+    without effect, or with one permitted value."""
 
     num_speculative_tokens: int | None = None
     method: str | None = None

@@ -62,7 +62,8 @@ REJECTION_METHODS = ("standard", "block")
 
 
 def check_keys(given: Mapping[str, Any], method: str) -> None:
-    """Log keys without effect. Raises ConfigError for a key of another method, and for a refused value."""
+    """Log keys of `speculative_config` without effect. Raises ConfigError for a key of another method, and for a
+    refused value."""
     for key, value in given.items():
         of = [name for name, keys in OF_METHODS.items() if key in keys]
         if of and method not in of:

@@ -17,10 +17,10 @@ OPTION = "structured_outputs_config"
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """Names and meanings are vLLM's. backend: one of BACKENDS, without effect: llguidance compiles every grammar.
-    disable_any_whitespace, disable_additional_properties: see StructuredOutputsParams; they hold for all requests, but
-    a request's whitespace_pattern stays. enable_in_reasoning: the constraint begins with the first token, not after the
-    reasoning."""
+    """Engine's `structured_outputs_config`, with vLLM's names. backend: one of BACKENDS, without effect: llguidance
+    compiles every grammar. disable_any_whitespace, disable_additional_properties: see StructuredOutputsParams; they
+    hold for all requests, but a request's whitespace_pattern stays. enable_in_reasoning: the constraint begins with the
+    first token, not after the reasoning."""
 
     backend: str = "auto"
     disable_any_whitespace: bool = False
@@ -29,7 +29,7 @@ class StructuredOutputsConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> StructuredOutputsConfig:
-        """Read the option. Raises ConfigError for unknown names and wrong values."""
+        """Read the option's JSON object. Raises ConfigError for unknown names and wrong values."""
         given = {name: value for name, value in given.items() if not (name in _ELSEWHERE and not value)}
         names = [field.name for field in fields(cls)]
         wrong = next((name for name in given if name not in names), None)
@@ -40,7 +40,7 @@ class StructuredOutputsConfig:
         return config
 
     def apply(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
-        """Request's constraint with the engine's settings."""
+        """Request's constraint with these settings, before its grammar is written."""
         if not (self.disable_any_whitespace or self.disable_additional_properties):
             return params
         return msgspec.structs.replace(

@@ -1,6 +1,3 @@
-"""Triton's requirements besides a device, checked without importing it: C compiler, Python's headers, the driver's
-library."""
-
 from __future__ import annotations
 
 import importlib.metadata
@@ -24,8 +21,8 @@ UNTRUSTED_PTXAS = 13
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Findings. compiler: path. headers: directory of Python.h. driver_library: directory of libcuda.so.1. ptxas:
-    version of the assembler in TRITON_PTXAS_PATH."""
+    """Host tools that Triton needs, found for `quire doctor` without importing it. compiler: path. headers: directory
+    of Python.h. driver_library: directory of libcuda.so.1. ptxas: version of the assembler in TRITON_PTXAS_PATH."""
 
     compiler: str | None
     headers: str | None
@@ -33,7 +30,7 @@ class Toolchain:
     ptxas: str | None
 
     def problems(self) -> list[str]:
-        """Reasons why Triton cannot start kernels, or why their results are doubtful."""
+        """Lines of `quire doctor`: reasons why Triton cannot start kernels, or why their results are doubtful."""
         problems = []
         if self.compiler is None:
             problems.append("no C compiler (gcc or clang, or CC): Triton compiles a launcher for every kernel with it")
@@ -87,7 +84,7 @@ def _driver_library() -> str | None:
 
 
 def _ptxas() -> str | None:
-    """Version of the assembler, such as "13.1"; "0" if it reports none."""
+    """Version of TRITON_PTXAS_PATH's assembler, such as "13.1"; "0" if it reports none."""
     path = envs.triton_ptxas()
     if path is None:
         return None

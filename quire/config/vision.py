@@ -1,5 +1,3 @@
-"""Vision tower in config.json (`vision_config`)."""
-
 from __future__ import annotations
 
 import math
@@ -109,11 +107,12 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class EncoderCosts:
-    """Costs of a tower for the scheduler. num_layers: layers, which can be computed one at a time. cache_tokens: image
-    tokens whose features are kept; a larger image is kept alone. patch_factor, pair_factor: elements that a layer
-    multiplies for each patch, and for each pair of patches that attend to one another, relative to a text token's in
-    all layers. patches: patches of a token. window: patches of a window. whole_share: share of the layers that attend
-    to whole frames. num_ranks: ranks that have the whole tower, each for images of its own."""
+    """Costs of a vision tower, by which the scheduler shares out steps. num_layers: layers, which can be computed one
+    at a time. cache_tokens: image tokens whose features are kept; a larger image is kept alone. patch_factor,
+    pair_factor: elements that a layer multiplies for each patch, and for each pair of patches that attend to one
+    another, relative to a text token's in all layers. patches: patches of a token. window: patches of a window.
+    whole_share: share of the layers that attend to whole frames. num_ranks: ranks that have the whole tower, each for
+    images of its own."""
 
     num_layers: int
     cache_tokens: int
@@ -126,7 +125,8 @@ class EncoderCosts:
 
     @classmethod
     def of(cls, config: VisionConfig, text_elements: int, num_ranks: int = 1) -> EncoderCosts:
-        """Costs of a tower. text_elements: elements that a text token is multiplied by on all ranks together."""
+        """Costs of `config`'s tower. text_elements: elements that a text token is multiplied by on all ranks
+        together."""
         size, text_elements = config.hidden_size, text_elements // num_ranks
         return cls(
             num_layers=config.num_layers,
@@ -215,7 +215,7 @@ def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, 
 
 @dataclass(frozen=True)
 class TowerKind:
-    """Vision towers of one family: reader and default sizes."""
+    """Reader and default sizes for one family of vision towers."""
 
     deepstack: tuple[int, ...] | None = None
     """Default layers with further features; None: no layer has any."""

@@ -1,5 +1,3 @@
-"""Client that reads frames from a server."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ HINT = ": is it a Quire server of this version?"
 
 
 class FrameClient:
-    """Every failure is a QuireError with one clear line."""
+    """Connection of `quire top` to a server. Every failure is a QuireError with one clear line."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection

@@ -18,7 +18,7 @@ Pause = Callable[[float], Awaitable[None]]
 
 
 class FeedClosedError(QuireError):
-    """The server is shutting down."""
+    """Refusal of a new viewer: the server shuts down."""
 
 
 class Feed:
@@ -67,7 +67,7 @@ class Feed:
             self._leave(viewer)
 
     def close(self) -> None:
-        """End all streams for good."""
+        """End all streams at shutdown."""
         self._closing.set()
         self._stop()
         self._wake()

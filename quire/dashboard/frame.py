@@ -54,7 +54,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def owners_of(kv: KVSnapshot) -> dict[int, list[Owner]]:
-    """Physical block -> table entries that name it, in order of the requests."""
+    """Block number -> block-table entries that name it, in order of the requests."""
     owners: dict[int, list[Owner]] = {}
     for owner, block in _entries(kv):
         owners.setdefault(block, []).append(owner)

@@ -45,7 +45,7 @@ class History:
         return len(self._values["usage"])
 
     def values(self, key: str) -> list[float | None]:
-        """Values of `tokens`, `ttft`, `hits`, `usage` or `drafts`, oldest first."""
+        """Values of `tokens`, `ttft`, `hits`, `usage` or `drafts`, oldest first, for a chart."""
         return list(self._values[key])
 
     def add_frame(self, frame: Frame, now: float) -> None:

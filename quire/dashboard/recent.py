@@ -42,7 +42,7 @@ class Recent(msgspec.Struct, frozen=True):
 
 
 class RecentRequests:
-    """Ended requests of this process; `EngineMetrics` reports them."""
+    """Latest ended requests of this process for the live page; `EngineMetrics` reports them."""
 
     def __init__(self) -> None:
         self._ended: deque[EndedRequest] = deque(maxlen=KEPT)

@@ -91,7 +91,7 @@ class BlockMap:
 
 
 def counts_of(kv: KVSnapshot) -> dict[str, int]:
-    """Numbers of used, shared, cached and free blocks."""
+    """Blocks of a frame by state: used, shared, cached and free blocks."""
     states = kv.states[1:]
     free, cached = states.count(FREE_STATE), states.count(CACHED_STATE)
     used = len(states) - free - cached

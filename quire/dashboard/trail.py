@@ -16,7 +16,7 @@ INTERVAL_SECONDS = 5.0
 
 
 class TrailSample(msgspec.Struct, frozen=True):
-    """Counters and gauges at one moment. seconds: age of the sample."""
+    """Server's counters and gauges at one moment. seconds: age of the sample."""
 
     seconds: float
     generation_tokens_total: int
@@ -31,7 +31,8 @@ class TrailSample(msgspec.Struct, frozen=True):
 
 
 class Trail(StatsListener):
-    """Samples at least INTERVAL_SECONDS apart. An idle engine adds none: between two samples nothing has changed."""
+    """Samples for the live page's charts, at least INTERVAL_SECONDS apart. An idle engine adds none: between two
+    samples nothing has changed."""
 
     def __init__(self, first_tokens: Callable[[], tuple[float, int]], clock: Clock | None = None) -> None:
         """Samples of the last 15 minutes. first_tokens: returns sum and number of the times to first token."""

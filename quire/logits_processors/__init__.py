@@ -1,5 +1,5 @@
 """Logits processors: the operator's classes that change logits before a token is chosen, with vLLM's interface. An
-engine loads them at its start (`logits_processors`); requests only give arguments (`SamplingParams.extra_args`)."""
+engine loads them at its start; requests only give arguments (`extra_args`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensor: TypeAlias = Any
 
 
 class MoveDirectionality(Enum):
-    """A request moves from one row to another, or two rows are swapped."""
+    """Kind of a move: a request to another row, or two rows swapped."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()
@@ -63,8 +63,8 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        """Processor of one sampling process. vllm_config: engine's configuration (quire/config/engine.py). device:
-        logits' device."""
+        """Processor of one worker. vllm_config: engine's configuration (quire/config/engine.py). device: logits'
+        device."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """True if the best token of a row stays the best. Such a processor gets logits divided by the temperature,
-        after all rules, only for rows that draw."""
+        """True if a row's best token stays the best. Such a processor gets logits divided by the temperature, after all
+        rules, only for rows that draw."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -151,7 +151,8 @@ def name_of(processor: str | type) -> str:
 
 
 def load_processors(names: Sequence[str]) -> list[type[LogitsProcessor]]:
-    """Import the classes. Raises ConfigError with the name of one that cannot be imported or used."""
+    """Import processor classes by `name_of`. Raises ConfigError with the name of one that cannot be imported or
+    used."""
     return [_load(name) for name in names]
 
 

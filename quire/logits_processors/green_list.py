@@ -62,8 +62,8 @@ class GreenList(LogitsProcessor):
 
     @classmethod
     def z_score(cls, token_ids: Sequence[int]) -> float:
-        """Standard deviations by which a text's green tokens exceed chance; above 4 it is marked. 0 for fewer than two
-        tokens."""
+        """Standard deviations (for a user's own check) by which a text's green tokens exceed chance; above 4 it is
+        marked. 0 for fewer than two tokens."""
         pairs = sorted(set(itertools.pairwise(token_ids)))
         if not pairs:
             return 0.0

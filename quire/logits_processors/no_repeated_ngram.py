@@ -44,7 +44,7 @@ def _size(params: SamplingParams) -> Any:
 
 
 class _Row:
-    """N-grams of one sequence: tokens that followed each n - 1 tokens."""
+    """N-grams of one batch row: tokens that followed each n - 1 tokens."""
 
     def __init__(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> None:
         self._size = int(_size(params))
@@ -56,7 +56,7 @@ class _Row:
             self._read(token_id)
 
     def banned(self) -> list[int]:
-        """Tokens that have followed the last n - 1 tokens before."""
+        """Token ids that followed the last n - 1 tokens before."""
         while self._num_read < len(self._output):
             self._read(self._output[self._num_read])
             self._num_read += 1

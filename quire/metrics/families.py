@@ -28,14 +28,14 @@ class MetricNames(enum.StrEnum):
     BOTH = "both"
 
     def prefixes(self, *, is_vllm: bool) -> tuple[str, ...]:
-        """Prefixes of a family's names. is_vllm: vLLM has the family."""
+        """Prefixes of a family's names. is_vllm: vLLM has it."""
         if not is_vllm or self is MetricNames.QUIRE:
             return (OUR_PREFIX,)
         return (THEIR_PREFIX,) if self is MetricNames.VLLM else (THEIR_PREFIX, OUR_PREFIX)
 
 
 class ToolReading(NamedTuple):
-    """Labels of a tool parser's run over an answer: a whole choice, or a piece of a stream."""
+    """Labels of the counter of tool parsers' runs over answers: a whole choice, or a piece of a stream."""
 
     mode: str
     outcome: str
@@ -51,7 +51,7 @@ Read = Callable[[EngineStats], float]
 
 
 class Row(NamedTuple):
-    """labels: values of the family's own labels."""
+    """One labelled value of a family. labels: values of the family's own labels."""
 
     labels: tuple[str, ...]
     read: Read

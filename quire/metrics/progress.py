@@ -1,4 +1,4 @@
-"""Progress of a request and durations of its phases, for listeners of the engine."""
+"""Progress and phases of requests, for the engine's listeners."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from quire.outputs import CompletionOutput, RequestOutput
 
 
 class PhaseTimes(NamedTuple):
-    """Seconds of the consecutive phases (queue, prefill, decode) of a request that got a token."""
+    """Seconds of the consecutive phases (queue, prefill, decode) of a request that got a token. Used by metrics, logs
+    and traces."""
 
     queue: float
     """Arrival to first step."""

@@ -111,7 +111,7 @@ class EngineMetrics(Collector, StatsListener):
         self._rejections.count(reason)
 
     def outcomes(self) -> dict[str, int]:
-        """Finished sequences by finish reason and refused requests by reason; those that there were."""
+        """Finished sequences by finish reason and refused requests by reason; without zeros. Shown on the dashboard."""
         found = {**self._finished.totals(), **self._rejections.totals()}
         return {reason: int(count) for reason, count in found.items() if count}
 
@@ -278,7 +278,7 @@ class Histogram:
         self._own[-1] += value
 
     def family(self, name: str, labels: dict[str, str]) -> HistogramMetricFamily:
-        """Exposition as `name`, with cumulative counts."""
+        """Exposition as `name` for a scrape, with cumulative counts."""
         family = HistogramMetricFamily(name, self.help, labels=list(labels))
         *counts, sum_value = self._cells.totals()
         cumulative, rows = 0.0, []

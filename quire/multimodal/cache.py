@@ -1,4 +1,4 @@
-"""Cache of prepared images and videos, so a repeated file is not decoded again."""
+"""Prepared images and videos, to decode a repeated file once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ENTRY_BYTES = 512
 
 
 class ReadyImages:
-    """LRU cache of up to `max_bytes` of images. Thread-safe. The key covers the file's SHA-256 and all settings of the
-    image."""
+    """LRU cache of up to `max_bytes` of prepared images, for the front end. Thread-safe. The key covers the file's
+    SHA-256 and all settings of the image."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -26,7 +26,7 @@ class ReadyImages:
 
     @staticmethod
     def key(data: bytes, how: str) -> bytes:
-        """how: text of all settings besides the file."""
+        """Cache key. how: text of all settings besides the file."""
         digest = hashlib.sha256(len(how).to_bytes(8, "little") + how.encode())
         digest.update(data)  # releases the GIL
         return digest.digest()

@@ -35,7 +35,7 @@ _JPEGS = ("JPEG", "MPO")
 def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, *, background: Color = WHITE) -> Pixels:
     """Pixels of an image file, turned by its EXIF orientation; the first frame of an animation.
 
-    where: path of the field, for errors. background: colour under transparent pixels. Raises UserError.
+    background: colour under transparent pixels. Raises UserError.
     """
     if len(data) > limits.max_bytes:
         raise too_many_bytes(where, len(data), limits)
@@ -104,7 +104,7 @@ def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits, bac
 
 
 def _bytes(values: npt.NDArray[Any], where: str) -> Pixels:
-    """Values as uint8; other types as Transformers takes them, if all are bytes."""
+    """Pixel values as uint8; other types as Transformers takes them, if all are bytes."""
     if values.dtype == np.uint8:
         return values
     if values.dtype.kind not in "biuf":

@@ -1,4 +1,4 @@
-"""Images and videos of prompts: a model's settings, and replacement of placeholders."""
+"""Images and videos of prompts: settings and placeholders."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MediaOptions:
         media_io_kwargs: Mapping[str, Any] | None = None,
         owner: str = "",
     ) -> MediaOptions:
-        """Read vLLM's options of a call. Raises ConfigError for unknown names and wrong values."""
+        """Read the options of a call of `LLM` or `AsyncLLM`. Raises ConfigError for unknown names and wrong values."""
         if not isinstance(mm_processor_kwargs, Mapping | None):
             raise ConfigError("mm_processor_kwargs must be an object", param="mm_processor_kwargs")
         others = dict(media_io_kwargs or {})
@@ -73,14 +73,14 @@ NO_OPTIONS = MediaOptions()
 
 @dataclass(frozen=True)
 class NoImages:
-    """Substitute for ImageInputs if the model gets no images. reason: cause."""
+    """Substitute for ImageInputs if the model gets no images. reason: told to clients."""
 
     reason: str = TEXT_ALONE
 
 
 @dataclass(frozen=True)
 class VideoInputs:
-    """Video inputs of one model."""
+    """Video processor and marks of one model."""
 
     processor: AnyVideoProcessor
     marks: VideoMarks | VideoRuns
@@ -97,8 +97,9 @@ class VideoInputs:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Image inputs of one model. token_id: id of the placeholder. marks: tokens around an image's that prompts lack
-    (None: they have them). videos: None if the model takes none. most_tokens: limit of an image."""
+    """Settings and steps from a request's images to its prompt, for one model. token_id: id of the placeholder. marks:
+    tokens around an image's that prompts lack (None: they have them). videos: None if the model takes none.
+    most_tokens: limit of an image."""
 
     processor: QwenProcessor | SquareProcessor
     vision: VisionConfig
@@ -135,7 +136,7 @@ class ImageInputs:
                 )
 
     def preparation(self, detail: str = "auto", options: MediaOptions = NO_OPTIONS) -> Preparation:
-        """Steps from image to model input. detail: one of DETAILS. options: options of one request."""
+        """Steps from image to model input, which a helper can do. detail: one of DETAILS. options: one request's."""
         from quire.multimodal.preparing import Preparation
         from quire.multimodal.processors import SquareProcessor
 
@@ -226,8 +227,7 @@ class ImageInputs:
 
 
 def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> ImageInputs | NoImages:
-    """Image inputs of the engine's model, or NoImages. Raises ModelLoadError for invalid image files of the
-    checkpoint."""
+    """Image inputs of the engine's model, or NoImages. Raises ModelLoadError."""
     model, media = config.model, config.media
     if model.vision is None or model.image_token_id is None or model.architecture not in VISION_TOWERS:
         return NoImages()
@@ -289,8 +289,8 @@ def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
 
 
 def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
-    """Images of a prompt's `multi_modal_data`, with their names in `multi_modal_uuids`. Raises UserError for other
-    data."""
+    """Images of a program's prompt, from `multi_modal_data`, with their names in `multi_modal_uuids`. Raises UserError
+    for other data."""
     images, names = (_media_in(prompt.get(key), key, "image") for key in MEDIA)
     videos, video_names = (_media_in(prompt.get(key), key, "video") for key in MEDIA)
     if any(name is not None for name in video_names):

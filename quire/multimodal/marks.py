@@ -14,14 +14,15 @@ LINES_AROUND = 2
 
 
 class Encoder(Protocol):
-    """Tokenizer's method that encodes text."""
+    """Tokenizer, as this room sees it: text to token ids."""
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class ImageMarks:
-    """begin, end: tokens before and after an image's. lines: tokens of 1, 2 ... newlines, each one token."""
+    """Writer of the tokens around images, for prompts that lack them. begin, end: tokens before and after an image's.
+    lines: tokens of 1, 2 ... newlines, each one token."""
 
     begin: int
     end: int
@@ -29,7 +30,7 @@ class ImageMarks:
 
     @classmethod
     def of(cls, begin: int, end: int, tokenizer: Encoder | None) -> ImageMarks:
-        """tokenizer: None if prompts are token ids; then no newlines are written."""
+        """Marks of a model. tokenizer: None if prompts are token ids; then no newlines are written."""
         lines: dict[int, int] = {}
         if tokenizer is not None:
             encoded = [tokenizer.encode("\n" * count, add_special_tokens=False) for count in range(1, MOST_LINES + 1)]

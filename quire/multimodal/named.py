@@ -74,7 +74,7 @@ class NamedPictures:
 
 
 class Names(Protocol):
-    """Pictures that clients have named, in this process or another."""
+    """Pictures that clients have named by uuid, in this process or another."""
 
     async def put(self, name: bytes, image: Any) -> None: ...
 

@@ -26,8 +26,8 @@ ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary
 
 
 def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (block, key) for each prefix-cache block with image placeholders: the image's content, its place in the
-    block, and its time in a video."""
+    """Yield (block, key), for block hashes, of each prefix-cache block with image placeholders: the image's content,
+    its place in the block, and its time in a video."""
     for image in images:
         for block in range(image.start // block_size, (image.end - 1) // block_size + 1):
             time = b"" if image.moment is None else struct.pack("<q", image.moment)
@@ -42,7 +42,7 @@ def add_image_keys(
 
 
 def rotary_shift(images: Sequence[PromptImage]) -> int:
-    """Shift of positions after all images: below 0 unless a video's times outgrow its tokens."""
+    """Positions (rotary minus plain) added after all images: below 0 unless a video's times outgrow its tokens."""
     shifts = [shift for _, _, shift in _bases(images)]
     return shifts[-1] if shifts else 0
 
@@ -61,7 +61,7 @@ def _bases(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, int, in
 def with_positions(
     images: Sequence[PromptImage], columns: Mapping[str, int], token_columns: Mapping[str, TokenValues]
 ) -> tuple[dict[str, int], dict[str, TokenValues]]:
-    """Step columns of a sequence's row, with those of its request."""
+    """Step columns of a row: the request's and positions."""
     if not images:
         return dict(columns), dict(token_columns)
     if images[0].is_whole:
@@ -71,7 +71,7 @@ def with_positions(
 
 
 class Placed(Protocol):
-    """Facts of a request that determine its row."""
+    """Request, as `row_fields` reads it."""
 
     images: list[PromptImage]
     columns: dict[str, int]
@@ -80,7 +80,7 @@ class Placed(Protocol):
 
 
 def row_fields(request: Placed) -> dict[str, Any]:
-    """NewSequence fields with images and step columns of a row."""
+    """NewSequence fields with images and step columns, for the scheduler's plan."""
     columns, token_columns = with_positions(request.images, request.columns, request.token_columns)
     if request.adapter_slot:
         columns[ADAPTER_SLOTS] = request.adapter_slot
@@ -99,7 +99,7 @@ def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
 
 
 def last_seen(images: Sequence[PromptImage]) -> TokenValues:
-    """Values of LAST_SEEN from the first image to the end of the last."""
+    """Values of the column LAST_SEEN, from the first image to the end of the last."""
     start = images[0].start
     values = list(range(start, images[-1].end))
     for image in images:
@@ -108,7 +108,7 @@ def last_seen(images: Sequence[PromptImage]) -> TokenValues:
 
 
 def rotary_positions(images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
-    """Positions [3, tokens up to the last image's end]."""
+    """Positions (time, height, width) [3, tokens up to the last image's end]."""
     import numpy as np  # the control plane imports this module but not NumPy
 
     end = images[-1].end

@@ -1,4 +1,4 @@
-"""Preparation of an image for a model, in this process or in a helper that gets its file."""
+"""Preparation of an image, in this process or a helper."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Color = tuple[int, int, int]
 
 
 class Preparation(msgspec.Struct, frozen=True):
-    """Settings that turn images into ReadyImages. background: colour under transparent pixels. most_tokens: limit of an
-    image."""
+    """Settings of one request that turn images into ReadyImages. background: colour under transparent pixels.
+    most_tokens: limit of an image."""
 
     processor: QwenProcessor | SquareProcessor
     background: Color
     most_tokens: int = NO_LIMIT
 
     def prepare(self, image: Any, where: str) -> ReadyImage:
-        """image: bytes of a file, data URL, Pillow image or array. Raises UserError."""
+        """Decode, resize and key an image. image: bytes of a file, data URL, Pillow image or array. Raises
+        UserError."""
         if isinstance(image, str):
             image = read_data_url(image, where)
         if isinstance(image, bytes):
@@ -49,7 +50,7 @@ class Preparation(msgspec.Struct, frozen=True):
 
 
 class FileJob(msgspec.Struct, frozen=True):
-    """Argument of a helper's job besides the file."""
+    """Argument of `prepare_file` besides the file."""
 
     how: Preparation
     where: str

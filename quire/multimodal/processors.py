@@ -37,8 +37,9 @@ _KEY_LABEL = b"quire.image.v1\0"
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """pixels: resized; of a video's part [frames, height, width, 3]. grid: frames, rows and columns of patches.
-    num_tokens: placeholders in a prompt. key: SHA-256 of pixels, size, grid and processor options."""
+    """Image between resizing and patches. pixels: resized; of a video's part [frames, height, width, 3]. grid: frames,
+    rows and columns of patches. num_tokens: placeholders in a prompt. key: SHA-256 of pixels, size, grid and processor
+    options."""
 
     pixels: Pixels
     grid: tuple[int, int, int]
@@ -68,7 +69,7 @@ class Normalisation:
 
 
 class ImageProcessor(Protocol):
-    """Processor of one checkpoint; a value for any process. merge_size: patches on each side of a token."""
+    """Processor of one checkpoint; sendable to any process. merge_size: patches on each side of a token."""
 
     @property
     def merge_size(self) -> int: ...
@@ -96,7 +97,8 @@ class ImageProcessor(Protocol):
         ...
 
     def patches(self, image: ProcessedImage) -> Patches:
-        """Encoder input [patches, channels * frames of a patch * patch_size ** 2]. Patches of a token are adjacent."""
+        """Vision tower's input, made in the worker: [patches, channels * frames of a patch * patch_size ** 2]. Patches
+        of a token are adjacent."""
         ...
 
 
@@ -234,7 +236,7 @@ def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
 
 
 def has_settings(directory: Path) -> bool:
-    """directory: or a vision tower's GGUF file."""
+    """True if a checkpoint has an image processor's settings. directory: or a vision tower's GGUF file."""
     return (
         directory.is_file()
         or file_bytes(directory / _FILE) is not None

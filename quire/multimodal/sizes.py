@@ -1,4 +1,4 @@
-"""Sizes of images and videos in `limit_mm_per_prompt`, for which memory is planned."""
+"""Sizes in `limit_mm_per_prompt`, for which memory is planned."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ OBJECT_OF_PART = {"image": "image", "image_pil": "image_pil"}
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """max_bytes: limit of an encoded image. max_pixels: limit of an image before resizing. fetch_seconds: timeout of a
-    URL, from name resolution to the last byte. kind: "image" or "video"."""
+    """Engine's limits of images or videos. max_bytes: limit of an encoded image. max_pixels: limit of an image before
+    resizing. fetch_seconds: timeout of a URL, from name resolution to the last byte. kind: "image" or "video"."""
 
     max_bytes: int = 32 * 2**20
     max_pixels: int = 2**26
@@ -49,9 +49,9 @@ VIDEO_LIMITS = ImageLimits(64 * 2**20, 2**23, fetch_seconds=20.0, kind="video")
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """Image or video of a message, before it is read. where: path of its field, for errors. image: bytes of its file,
-    URL other than a data URL, or a program's image; None for the image sent before under the uuid. detail: one of
-    DETAILS. uuid: the client's name of the image. is_video: `image` is a video."""
+    """Image or video of a message, before it is read. image: bytes of its file, URL other than a data URL, or a
+    program's image; None for the image sent before under the uuid. detail: one of DETAILS. uuid: the client's name of
+    the image. is_video: `image` is a video."""
 
     where: str
     image: Any
@@ -65,7 +65,7 @@ class Picture(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_video(cls, video: Any, where: str, uuid: object = None) -> Picture:
-        """video: bytes of a file, URL, or a program's frames. Raises UserError."""
+        """Make one of a video. video: bytes of a file, URL, or a program's frames. Raises UserError."""
         if uuid is not None:
             raise UserError(f"{where}: videos have no uuid", param=where)
         if isinstance(video, str) and is_data_url(video):
@@ -76,7 +76,7 @@ class Picture(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_url(cls, url: object, where: str, detail: object = None, uuid: object = None) -> Picture:
-        """url: None or empty if a uuid stands for the image. Raises UserError."""
+        """Make one of an image's URL. url: None or empty if a uuid stands for the image. Raises UserError."""
         name = checked_uuid(uuid, where)
         is_named_alone = name is not None and (url is None or url == "")
         if not is_named_alone and (not isinstance(url, str) or not url):
@@ -89,8 +89,8 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture | None:
-    """Image of a content part, or None. takes_objects: the part comes from a program and may hold an object. Raises
-    UserError with the path of the invalid field."""
+    """Image of a content part, or None. takes_objects: it may hold a program's object. Raises UserError with the
+    path."""
     if isinstance(part, Picture):
         return part
     if not isinstance(part, Mapping) or not isinstance(kind := part.get("type"), str):
@@ -125,7 +125,7 @@ def _picture_of_features(part: Mapping[str, Any], where: str) -> Picture:
 
 
 def checked_uuid(uuid: object, where: str) -> str | None:
-    """Client's name for a picture; None: it has none. Raises UserError."""
+    """Client's name for a picture, or None. Raises UserError."""
     if uuid is None:
         return None
     if not isinstance(uuid, str) or not 1 <= len(uuid) <= MAX_UUID:

@@ -1,4 +1,4 @@
-"""Videos in prompts: one placeholder becomes all, in Qwen3-VL and Qwen 3.5 with a time and marks around each part."""
+"""Placeholders of videos in prompts, in Qwen3-VL with a time and marks around each part."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ ReadyMedium = ReadyImage | ReadyVideo
 
 @dataclass(frozen=True)
 class VideoMarks:
-    """token_id: placeholder. begin, end: tokens around a part's. tokenizer: writes the times (None: prompts must have
-    them)."""
+    """Writer of Qwen3-VL's prompts, with times as text. token_id: placeholder. begin, end: tokens around a part's.
+    tokenizer: writes the times (None: prompts must have them)."""
 
     token_id: int
     begin: int
@@ -76,7 +76,7 @@ class VideoMarks:
         return found
 
     def placed(self, token_ids: list[int], videos: Sequence[ReadyVideo]) -> list[PromptImage]:
-        """Parts in a prompt from `written`."""
+        """Parts at their places in a prompt from `written`."""
         parts = [part for video in videos for part in video.parts]
         starts = [start for start, _ in runs_of(token_ids, self.token_id)] if parts else []
         return [part.at(start) for start, part in zip(starts, parts, strict=True)]
@@ -105,7 +105,7 @@ class VideoRuns:
         return [token for each in token_ids for token in [each] * (next(left) if each == self.token_id else 1)]
 
     def placed(self, token_ids: list[int], videos: Sequence[ReadyVideo]) -> list[PromptImage]:
-        """Parts in a prompt from `written`."""
+        """Parts at their places in a prompt from `written`."""
         found: list[PromptImage] = []
         places = (place for place, token in enumerate(token_ids) if token == self.token_id)
         for video in videos:

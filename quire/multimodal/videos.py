@@ -66,7 +66,7 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
 
     @property
     def most_memory(self) -> int:
-        """Upper estimate in bytes of the memory for a file."""
+        """Upper estimate of the bytes that a helper needs for a file."""
         side, step = self.image.patch_size * self.image.merge_size, self.image.frames
         most = min(
             self._most_pixels(self.num_frames or self.max_frames),
@@ -157,8 +157,8 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
         return []
 
     def prepare(self, video: Any, where: str) -> ReadyVideo:
-        """video: bytes of a file, data URL, or a program's frames: a list of images or an array [frames, height, width,
-        channels], maybe in a pair with metadata. Raises UserError."""
+        """Decode, sample and resize a video. video: bytes of a file, data URL, or a program's frames: a list of images
+        or an array [frames, height, width, channels], maybe in a pair with metadata. Raises UserError."""
         if isinstance(video, str):
             video = read_data_url(video, where, VIDEO_LIMITS)
         if isinstance(video, bytes):
@@ -239,8 +239,8 @@ AnyVideoProcessor = VideoProcessor | TimedVideoProcessor
 
 
 class FrameFacts(NamedTuple):
-    """Metadata of a program's frames. places: numbers of the frames in the video. total: number of the video's frames.
-    is_sampled: None: as the model's files say."""
+    """Metadata of a program's frames. places: frames' numbers in the video. total: its frames. is_sampled: None: as the
+    model's files say."""
 
     fps: float
     places: list[int]
@@ -378,8 +378,8 @@ def read_video_processor(
     tokens_per_second: float | None = None,
 ) -> AnyVideoProcessor | None:
     """Read a checkpoint's video processor; None for one that differs from that of images in patches or normalisation.
-    options: the engine's. most_tokens: see VideoProcessor. tokens_per_second: None for models other than Qwen2.5-VL,
-    which may have one file for images and videos. Raises ModelLoadError with file and key."""
+    options: the engine's. tokens_per_second: None for models other than Qwen2.5-VL, which may have one file for images
+    and videos. Raises ModelLoadError with file and key."""
     path, values = directory / _JOINT_FILE, read_optional_json(directory / _JOINT_FILE).get(_VIDEOS)
     for name in (_FILE,) if tokens_per_second is None else (_FILE, _IMAGE_FILE):
         if not isinstance(values, dict) or not values:
@@ -424,7 +424,7 @@ def read_video_processor(
 
 
 class VideoJob(msgspec.Struct, frozen=True):
-    """Argument of a helper's job besides the file."""
+    """Argument of `prepare_video` besides the file."""
 
     how: AnyVideoProcessor
     where: str

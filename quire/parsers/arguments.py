@@ -58,7 +58,7 @@ def parameter_names(schema: Any) -> list[str]:
 
 
 def types_of(schema: Any, depth: int = 0) -> set[str]:
-    """JSON types that a schema allows; empty if unspecified."""
+    """Names of JSON types that a parameter's schema allows; empty if unspecified."""
     if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return set()
     found: set[str] = set()
@@ -161,7 +161,7 @@ def too_deep(text: str) -> bool:
 
 
 def dumped(value: Any) -> str:
-    """JSON of a Python literal's value. Raises ValueError for infinity."""
+    """JSON of a value from `python_literal`. Raises ValueError for infinity."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

@@ -18,7 +18,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 @dataclass(frozen=True)
 class BraceFormat:
-    """start, end: markers around a call. quote: mark around a string."""
+    """Format of a model's calls. start, end: markers around a call. quote: mark around a string."""
 
     start: str
     end: str

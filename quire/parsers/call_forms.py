@@ -69,7 +69,7 @@ def _ends(form: Form) -> list[str]:
 
 
 class CallKeys(NamedTuple):
-    """Keys of a call object. identifier: empty if calls have no id."""
+    """Key names of a call object in a constraint. identifier: empty if calls have no id."""
 
     name: str = "name"
     arguments: str = "arguments"

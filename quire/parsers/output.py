@@ -1,4 +1,4 @@
-"""Output of a parser: pieces of reasoning, content and tool calls."""
+"""Pieces of a parser's output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CallPiece(msgspec.Struct):
 
 
 class OutputDelta(msgspec.Struct):
-    """New output. Joined deltas give the whole reasoning, content and calls."""
+    """New output since the last delta, for the server. Joined deltas give the whole reasoning, content and calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -45,7 +45,7 @@ def called_arguments(text: str) -> dict[str, Any]:
 
 
 def call_id() -> str:
-    """Random id in vLLM's form."""
+    """Random id of a tool call, in vLLM's form."""
     return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
@@ -140,7 +140,7 @@ class Output:
             sink.append(text)
 
     def begin_call(self, name: str, identifier: str | None = None) -> None:
-        """identifier: model's id; None for a random one."""
+        """Begin a tool call. identifier: model's id; None for a random one."""
         self._held = []
         self.num_calls += 1
         if not self._is_full:

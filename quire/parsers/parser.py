@@ -1,4 +1,4 @@
-"""OutputParser: splits one completion into reasoning, content and tool calls as it comes."""
+"""Parser of one completion's text as it comes."""
 
 from __future__ import annotations
 

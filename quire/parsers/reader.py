@@ -20,7 +20,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class Markers:
-    """Texts to search for. The longest match wins."""
+    """Texts that `until` searches for. The longest match wins."""
 
     __slots__ = ("_firsts", "_longer", "_longest", "search", "texts")
 

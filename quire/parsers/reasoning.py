@@ -15,7 +15,7 @@ Program = Callable[[TextReader, Output], Steps[None]]
 
 
 class Thought(Enum):
-    """State at the prompt's end: inside reasoning, after it, or free to begin it."""
+    """State of reasoning at the prompt's end: inside reasoning, after it, or free to begin it."""
 
     OPEN = "open"
     CLOSED = "closed"

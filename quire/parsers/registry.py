@@ -309,14 +309,14 @@ def _is_harmony(source: str) -> bool:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Format of a parser. Raises ConfigError for an unknown name."""
+    """Call format of a tool parser, at the server's start. Raises ConfigError for an unknown name."""
     if name not in TOOL_FORMATS:
         raise _unknown("tool_call_parser", name, TOOL_FORMATS)
     return TOOL_FORMATS[name]
 
 
 def reasoning_format(name: str) -> ThinkFormat:
-    """Format of a parser. Raises ConfigError for an unknown name."""
+    """Format of a reasoning parser, at the start. Raises ConfigError for an unknown name."""
     if name not in REASONING_FORMATS:
         raise _unknown("reasoning_parser", name, REASONING_FORMATS)
     return REASONING_FORMATS[name]

@@ -229,7 +229,7 @@ def _comes_as_text(is_string: str | None, schema: Any) -> bool:
 
 @dataclass(frozen=True)
 class PairFormat:
-    """GLM: the name, then pairs of `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>`."""
+    """Calls of GLM: the name, then pairs of `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>`."""
 
     start: str = "<tool_call>"
     end: str = "</tool_call>"

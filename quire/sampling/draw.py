@@ -15,9 +15,9 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def compute_weights(scores: np.ndarray, temperature: np.ndarray) -> np.ndarray:
-    """exp((score - largest) / temperature), so the largest weight is 1. scores: [R, vocab_size] float32; temperature:
-    [R] float32 > 0. Returns [R, n] float32, n the next multiple of BLOCK, the surplus 0. A row with NaN or infinite
-    scores gives NaN."""
+    """Weights exp((score - largest) / temperature), so the largest weight is 1. scores: [R, vocab_size] float32;
+    temperature: [R] float32 > 0. Returns [R, n] float32, n the next multiple of BLOCK, the surplus 0. A row with NaN or
+    infinite scores gives NaN."""
     num_rows, vocab_size = scores.shape
     weights = np.empty((num_rows, -(-vocab_size // BLOCK) * BLOCK), np.float32)
     weights[:, vocab_size:] = 0

@@ -6,7 +6,7 @@ from quire.errors import QuireError
 
 
 class NonFiniteLogitsError(QuireError):
-    """The model computed NaN or infinite logits. indices: rows of the logits."""
+    """Error of a prompt's log-probabilities: the model computed NaN or infinite logits. indices: rows."""
 
     def __init__(self, indices: Sequence[int]) -> None:
         super().__init__(f"the model computed NaN or infinite logits (rows {', '.join(map(str, indices))})")

@@ -13,8 +13,9 @@ from quire.sampling.results import Best, Deferred, Ranking
 
 
 class SamplingKernels(Protocol[Array]):
-    """Kernels bound to the `SamplingRows` of one worker. Row i of every result depends bitwise on row i of the
-    arguments only. No method waits for a device. scores: [R, vocab_size], edited in place."""
+    """Kernels of one platform, bound to a worker's `SamplingRows`; Sampler calls them in order. Row i of every result
+    depends bitwise on row i of the arguments only. No method waits for a device. scores: [R, vocab_size], edited in
+    place."""
 
     def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[Array, Array]:
         """(scores that later passes may overwrite, logits that `rank` reads). logits: [R, vocab_size], may be
@@ -93,6 +94,6 @@ class SamplingKernels(Protocol[Array]):
     def rank_tokens(
         self, logits: torch.Tensor, token_ids: Array, num_top: int, *, normalized: bool
     ) -> Deferred[Ranking]:
-        """Log-probability and rank of one given token per row, and the `num_top` (at most MAX_LOGPROBS) best ones.
-        logits: [N, vocab_size], contiguous rows. token_ids: [N] int64, int32 on a device."""
+        """Work of `Sampler.logprobs`: ranking of one given (prompt) token per row, and the `num_top` best. logits:
+        contiguous rows."""
         ...

@@ -17,8 +17,8 @@ ENTRY_WORDS = (2, 1, 3, 1)
 
 
 class Entries(NamedTuple):
-    """N entries. where: [N] int64, index of each one's row among the selected rows. tokens: [N] int32. words: int32,
-    [N, 1] bits of the bias, or [N, length of the prefix]."""
+    """N entries of one kind, for the host's rules. where: [N] int64, index of each one's row among the selected rows.
+    tokens: [N] int32. words: int32, [N, 1] bits of the bias, or [N, length of the prefix]."""
 
     where: np.ndarray
     tokens: np.ndarray
@@ -26,7 +26,8 @@ class Entries(NamedTuple):
 
 
 class RowLists:
-    """Lists of `num_rows` rows. Sequences of one request share list objects, which are converted and stored once."""
+    """Token lists (biases, bans, allowed tokens) of `num_rows` rows. Sequences of one request share list objects, which
+    are converted and stored once."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -54,7 +55,7 @@ class RowLists:
                 self._change()
 
     def words(self) -> np.ndarray:
-        """[N] int32; changed lists make a new array."""
+        """Array of all lists, [N] int32, which kernels read by `spans`; changed lists make a new array."""
         if self._words is None:
             self._words = self._flatten()
         return self._words

@@ -72,7 +72,7 @@ def _temperature(sampling: SequenceSampling) -> float:
 
 
 class ParameterColumn(NamedTuple):
-    """Parameter: type on the host, type in a device row (None: host only), value."""
+    """Entry of COLUMNS. Parameter: type on the host, type in a device row (None: host only), value."""
 
     name: str
     dtype: type[np.generic]
@@ -121,7 +121,8 @@ class Listed(NamedTuple):
 
 
 class SamplingRows:
-    """Columns [num_rows], indexed by row, with the types of `COLUMNS`; lists of tokens in `lists`."""
+    """Sampling settings of a worker's running sequences: columns [num_rows], indexed by row, with the types of
+    `COLUMNS`; lists of tokens in `lists`."""
 
     features: np.ndarray
     seed: np.ndarray

@@ -1,4 +1,4 @@
-"""Operator's logits processors in the sampler: the rows of each, and its calls."""
+"""Operator's logits processors in the sampler: their rows and calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 class ProcessorRows(Protocol):
-    """Processors of one worker, and the rows that they concern."""
+    """Logits processors of one worker, and the rows that they concern."""
 
     def set(self, row: int, params: SamplingParams) -> bool:
         """Begin a sequence in a row. Returns True if a processor concerns it."""
@@ -71,7 +71,7 @@ class ProcessedRow:
 
 
 class _Processor:
-    """Processor and its batch: entries by row."""
+    """Logits processor and its batch: entries by row."""
 
     def __init__(self, kind: type[LogitsProcessor], config: object, device: torch.device) -> None:
         self.kind = kind
@@ -122,7 +122,7 @@ class _Processor:
 
 
 class LoadedProcessors:
-    """A processor that raises ends the requests of its rows and begins anew."""
+    """ProcessorRows of operators' classes. One that raises ends the requests of its rows and begins anew."""
 
     def __init__(self, kinds: Sequence[type[LogitsProcessor]], config: object, device: torch.device) -> None:
         self._processors = [_Processor(kind, config, device) for kind in kinds]

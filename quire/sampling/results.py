@@ -1,4 +1,4 @@
-"""Results of sampling: kernels' results, on the device until they are read, and a step's report."""
+"""Results of kernels, on the device until read, and a step's report."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Ranking(NamedTuple):
 
 
 class Deferred(NamedTuple, Generic[Result]):
-    """Result of a kernel. tensors: to copy to the host; none if computed there. read: from an iterator over their
-    copies to the result."""
+    """Result of a kernel, read when the step is collected. tensors: to copy to the host; none if computed there. read:
+    from an iterator over their copies to the result."""
 
     tensors: Sequence[torch.Tensor]
     read: Callable[[Iterator[torch.Tensor]], Result]
@@ -103,7 +103,8 @@ class Samples(NamedTuple):
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
     def assemble(self, hosts: Iterable[torch.Tensor] = ()) -> SampledTokens:
-        """hosts: copies of `tensors` on the host; of an iterator no more are taken."""
+        """Result for the engine, once copied. hosts: copies of `tensors` on the host; of an iterator no more are
+        taken."""
         remaining = iter(hosts)
         token_ids = self.token_ids.read(remaining)
         nonfinite: Sequence[int] = ()
@@ -139,8 +140,8 @@ class Logprobs(NamedTuple):
         return self.ranking.tensors
 
     def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> list[TokenLogprobs]:
-        """hosts: copies of `tensors` on the host. Raises NonFiniteLogitsError with the indices of rows with NaN or plus
-        infinity."""
+        """Result for prompt tokens, once copied. hosts: copies of `tensors` on the host. Raises NonFiniteLogitsError
+        with the indices of rows with NaN or plus infinity."""
         ranking = self.ranking.read(iter(hosts))
         bad = np.flatnonzero(~ranking.is_sound)
         if bad.size:
@@ -149,7 +150,7 @@ class Logprobs(NamedTuple):
 
 
 def read_logprobs(ranking: Ranking, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """counts: [N], best tokens that each row wants."""
+    """TokenLogprobs of each row. counts: [N], best tokens that each row wants."""
     columns = (ranking.token_ids, ranking.logprobs, ranking.ranks, *ranking.best)
     entries = zip(*(column.tolist() for column in columns), counts, strict=True)
     return [
@@ -159,7 +160,8 @@ def read_logprobs(ranking: Ranking, counts: Sequence[int]) -> list[TokenLogprobs
 
 
 def read_candidates(best: Best, counts: Sequence[int]) -> list[Candidates]:
-    """counts: [N], most candidates that each row wants. A row has one even if everything is forbidden."""
+    """Candidates of each beam. counts: [N], most candidates that each row wants. A row has one even if everything is
+    forbidden."""
     num_allowed = np.maximum(1, (best.scores > LOWEST_SCORE).sum(axis=1)).tolist()
     columns = zip(best.token_ids.tolist(), best.scores.tolist(), counts, num_allowed, strict=True)
     return [

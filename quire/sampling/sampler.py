@@ -13,7 +13,7 @@ from quire.sampling.results import ListedLogprobs, Logprobs, Samples
 
 
 class Sampler(Generic[Array]):
-    """Chooses one token per row. Stateless: rows and batch hold all state."""
+    """Chooses one token per row of a step, in the worker. Stateless: rows and batch hold all state."""
 
     def __init__(
         self, rows: SamplingRows, kernels: SamplingKernels[Array], logprobs_mode: str = "raw_logprobs"
@@ -68,9 +68,9 @@ class Sampler(Generic[Array]):
         return Samples(chosen, ranking, candidates, logprobs, beams, more, failed)
 
     def logprobs(self, logits: torch.Tensor, token_ids: Array, num_top: int) -> Logprobs:
-        """Log-probability (or logit) and rank of one given token per row, and the `num_top` (at most MAX_LOGPROBS) best
-        tokens, without rules, temperature and filters. logits: [N, vocab_size], as in `sample`. token_ids: [N] int64,
-        int32 on a device, where the kernels compute."""
+        """Log-probability (or logit) and rank of one given (prompt) token per row, and the `num_top` (at most
+        MAX_LOGPROBS) best tokens, without rules, temperature and filters. logits: [N, vocab_size], as in `sample`.
+        token_ids: [N] int64, int32 on a device, where the kernels compute."""
         return Logprobs(self._kernels.rank_tokens(logits, token_ids, num_top, normalized=self._normalized), num_top)
 
     def _edit(self, scores: Array, batch: SampleBatch[Array], used: int) -> None:

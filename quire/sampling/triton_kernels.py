@@ -23,7 +23,7 @@ Pinned = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 class TritonKernels:
-    """Kernels over device tensors. A batch's rows, lengths and num_prompt_tokens are int32."""
+    """SamplingKernels over CUDA tensors. A batch's rows, lengths and num_prompt_tokens are int32."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class TritonKernels:
         return scores
 
     def process(self, scores: torch.Tensor, token_ids: torch.Tensor, batch: DeviceBatch, asked: Asked) -> torch.Tensor:
-        """[R, vocab_size] float32, undefined in rows that do not ask for log-probabilities."""
+        """Processed logits [R, vocab_size] float32, undefined in rows that do not ask for log-probabilities."""
         processed = torch.empty_like(scores, dtype=torch.float32) if scores.dtype != torch.float32 else scores
         features = (Feature.LOGPROBS, Feature.FILTERS)
         lanes = self._shapes.lanes

@@ -196,7 +196,7 @@ class ServedAdapters:
             adapters.learn(name, told.path, told.ref, told.base_model_name)
 
     async def load_at_start(self, settings: ServerSettings) -> None:
-        """Load the adapters of the settings. Raises ConfigError."""
+        """Load the settings' adapters, before the server is ready. Raises ConfigError."""
         for text in settings.lora_modules:
             try:
                 await self.load(LoraModule.parse(text), is_new=False)

@@ -268,7 +268,7 @@ def _add_tokenizer_route(app: FastAPI, context: ServerContext) -> None:
 
 
 def described(config: EngineConfig) -> dict[str, Any]:
-    """Configuration in JSON's types; other types become text."""
+    """Configuration in JSON's types for /server_info; other types become text."""
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config, enc_hook=_plain))
     return found
 

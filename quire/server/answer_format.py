@@ -131,7 +131,7 @@ class AnswerFormat:
 
     @property
     def parses(self) -> bool:
-        """True if the text may hold more than content."""
+        """True if the text may hold reasoning or tool calls."""
         return self._mode != "none" or self._formats.reasoning is not None
 
     @property

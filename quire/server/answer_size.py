@@ -1,5 +1,3 @@
-"""Limit on an answer's size: a request beyond it is refused, with the calculation."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -18,7 +16,7 @@ TOKEN_BYTES = 8
 
 
 def num_alternatives(wanted: int, vocab_size: int) -> int:
-    """Number of alternatives per token; -1 means the whole vocabulary."""
+    """Number of a token's alternatives in log-probabilities; -1 means the whole vocabulary."""
     return vocab_size if wanted == -1 else min(wanted, vocab_size)
 
 

@@ -37,7 +37,7 @@ class LineOwner(NamedTuple):
 
 
 def public(endpoint: Endpoint) -> Endpoint:
-    """Decorator: mark an endpoint that needs no key."""
+    """Decorator: mark an endpoint that needs no API key."""
     setattr(endpoint, _PUBLIC_MARK, True)
     return endpoint
 

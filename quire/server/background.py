@@ -33,7 +33,7 @@ class AnyResponse(Protocol):
         """Yield the events from number `first` on, as they come."""
 
     async def cancel(self) -> bytes:
-        """End the response and return its body."""
+        """End the response and return its JSON body."""
 
     async def settle(self) -> None:
         """Wait until an ended response is stored."""

@@ -143,7 +143,7 @@ async def _each(lines: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncGenerator
 
 
 def read_line(line: bytes) -> BatchLine:
-    """Decode and check a line. Raises InvalidLineError."""
+    """Decode and check a batch file's line. Raises InvalidLineError."""
     try:
         request = msgspec.json.decode(line, type=BatchLine)
         problem = _problem(request)

@@ -1,5 +1,3 @@
-"""Check of a batch's input file before its first line is answered."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Files of an ended batch, made from its journal."""
-
 from __future__ import annotations
 
 import contextlib

@@ -24,7 +24,7 @@ class BatchLine(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """Answer to a line. body: null for an error, which BatchResult holds."""
+    """HTTP answer to a batch's line. body: null for an error, which BatchResult holds."""
 
     status_code: int
     request_id: str

@@ -143,7 +143,7 @@ def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError
 
 
 def _split_path(message: str) -> tuple[str, str]:
-    """Return (message, path of the field) from msgspec's " - at `$.path`"."""
+    """(message, field's path) from msgspec's " - at `$.path`"."""
     text, found, path = message.rpartition(_AT_PATH)
     path = path.removeprefix(_OF_A_KEY)
     if not found or not (path.startswith("$") and path.endswith("`")):

@@ -263,7 +263,7 @@ class ChatAnswer(Answer[ChatRequest]):
             body.prompt_logprobs = prompt_logprobs(output.prompt_logprobs) or []
 
     def _piece(self, completion: CompletionOutput) -> Piece | None:
-        """New part of a completion; None if nothing is to be sent yet."""
+        """Next part of a completion for a stream; None if nothing is to be sent yet."""
         delta = self._read(completion)
         is_news = bool(delta) or completion.finish_reason is not None
         if not is_news and not (completion.token_ids and self._tells_tokens):

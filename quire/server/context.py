@@ -77,7 +77,7 @@ class ServerContext:
             begin()
 
     def drain(self) -> None:
-        """Refuse new requests. Running ones go on."""
+        """Refuse new requests, at shutdown. Running ones go on."""
         self.draining = True
         for end in self.on_drain:
             end()
@@ -116,7 +116,7 @@ class ServerContext:
         return [*self.model_names, *self.adapters.names]
 
     def usable(self, names: Sequence[str]) -> list[str]:
-        """Names that this request's client may use."""
+        """Model names that this request's client may use."""
         return [name for name in names if may_use(name)]
 
     async def meet(self, model: str) -> None:

@@ -1,5 +1,3 @@
-"""Cancellation of a request whose client hangs up, streaming or not, running or queued."""
-
 from __future__ import annotations
 
 import asyncio

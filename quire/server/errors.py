@@ -54,7 +54,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 def shorten(text: str, limit: int) -> str:
-    """Shorten `text` to `limit` characters: its beginning, its length and its end."""
+    """Text for an error, at most `limit` characters: its beginning, length and end."""
     if len(text) <= limit:
         return text
     note = f" ... ({len(text)} characters) ... "
@@ -196,7 +196,7 @@ def unavailable(message: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after: int) -> ApiError:
-    """429. retry_after: seconds until a retry makes sense."""
+    """Error 429. retry_after: seconds until a retry makes sense."""
     return api_error(429, message, "rate_limit_exceeded", headers={"Retry-After": str(retry_after)})
 
 
@@ -248,6 +248,8 @@ def error_body(error: ApiError, scope: Scope) -> bytes:
         return msgspec.json.encode(OllamaErrorBody(error.detail.message))
     if path in LLAMA_CPP_PATHS:
         kind = _LLAMA_CPP_ERROR_TYPES.get(error.status, "invalid_request_error")
+        if error.detail.code == "context_length_exceeded":
+            kind = "exceed_context_size_error"
         return msgspec.json.encode(LlamaErrorBody(LlamaErrorDetail(error.status, error.detail.message, kind)))
     detail, code = error.detail, error.detail.code
     if follows_vllm(scope.get("app")):

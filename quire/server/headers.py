@@ -1,6 +1,3 @@
-"""Headers of every response: `x-quire-ignored` lists fields without effect; `X-Request-Id` if the settings ask for
-it."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""API keys of a server, and the rights of their clients."""
-
 from __future__ import annotations
 
 import hashlib

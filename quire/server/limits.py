@@ -1,5 +1,3 @@
-"""Limits of a client's key, and its sharing of cached prefixes."""
-
 from __future__ import annotations
 
 import hashlib

@@ -52,7 +52,6 @@ from quire.server.responses import json_response
 from quire.server.streaming import EventStream
 from quire.server.turn import Event, Step, Turn, begin_completion
 from quire.tokenization.infill import infill
-from quire.tokenization.tokenizer import Tokenizer
 
 SNIPPET = "\n\n--- snippet ---\n\n"
 """Mark before each text of `input_extra`, for tokenizers without a file token."""
@@ -220,7 +219,7 @@ async def _begin(
     except (ApiError, UserError) as error:
         raise error.named(NAMES) from None
     turn = begin_completion(context, request, completion, NAMES, ends_with_context=True)
-    return _LlamaAnswer(context.tokenizer, body, turn, name, prompt, index)
+    return _LlamaAnswer(context, body, turn, name, prompt, index)
 
 
 async def _biases(context: ServerContext, body: LlamaFields) -> dict[int, float]:
@@ -237,9 +236,10 @@ class _LlamaAnswer:
     """Completion in llama.cpp's form. After `t_max_predict_ms` it ends at the first line break."""
 
     def __init__(
-        self, tokenizer: Tokenizer, body: LlamaFields, turn: Turn, model: str, prompt: str | list[int], index: int
+        self, context: ServerContext, body: LlamaFields, turn: Turn, model: str, prompt: str | list[int], index: int
     ) -> None:
-        self._tokenizer, self._body, self._turn, self._model = tokenizer, body, turn, model
+        self._context, self._tokenizer = context, context.tokenizer
+        self._body, self._turn, self._model = body, turn, model
         self._prompt, self._index = prompt, index
         self.response_id = turn.response_id
         self._is_silent = body.n_predict == 0
@@ -307,7 +307,7 @@ class _LlamaAnswer:
             tokens_predicted=num_predicted,
             tokens_evaluated=usage.prompt_tokens,
             has_new_line="\n" in "".join(self._text),
-            truncated=False,
+            truncated=usage.prompt_tokens + num_predicted >= self._context.engine.ready.max_model_len,
             stop_type="word" if turn.stop_string is not None else stop_type,
             stopping_word=turn.stop_string or "",
             tokens_cached=usage.num_cached,
@@ -319,13 +319,18 @@ class _LlamaAnswer:
     def _settings(self) -> dict[str, Any]:
         params, body = self._turn.params, self._body
         names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
+        biases: dict[int, float | None] = dict(params.logit_bias or {})
+        if params.ignore_eos:  # None: minus infinity
+            biases |= dict.fromkeys(self._tokenizer.ends(self._context.engine.model_config.eos_token_ids))
         return {name: getattr(params, name) for name in names} | {
             "repeat_penalty": params.repetition_penalty,
             "seed": RANDOM_SEED if params.seed is None else params.seed,
             "stop": params.stop or [],
             "n_predict": -1 if body.n_predict is None else body.n_predict,
             "n_probs": body.n_probs,
-            "logit_bias": [{"token": token, "bias": bias} for token, bias in (params.logit_bias or {}).items()],
+            "logit_bias": [{"token": token, "bias": bias} for token, bias in biases.items()],
+            "adaptive_target": -1.0,  # off
+            "adaptive_decay": 0.9,
             "stream": body.stream,
         }
 

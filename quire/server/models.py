@@ -11,6 +11,7 @@ from quire.server.errors import invalid_request
 from quire.server.protocol.models import ModelCard, ModelInfo, ModelList, ModelPage, ModelPermission
 from quire.server.query import whole_number
 from quire.server.responses import json_response
+from quire.server.settings import LLAMA_CPP
 
 ANTHROPIC_VERSION = "anthropic-version"
 """Header that every request of Anthropic's API has."""
@@ -52,6 +53,9 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
             return json_response(ModelList([card(name) for name in page]))
         first, last = (page[0], page[-1]) if page else (None, None)
         return json_response(ModelPage([info(name) for name in page], len(page) < len(names), first, last))
+
+    if LLAMA_CPP in context.settings.doors:
+        app.get("/models")(list_models)
 
     # Names may hold slashes, as hub ids do.
     @app.get("/v1/models/{name:path}")

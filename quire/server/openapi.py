@@ -219,6 +219,15 @@ _BATCH_ID = {"batch_id": "the id of the batch"}
 _RESPONSE_ID = {"response_id": "the id of the response"}
 _SCORE = _generating("Scores of pairs of texts", ScoreRequest, ScoreResponse)
 _RERANK = _generating("Documents in the order of their relevance", RerankRequest, RerankResponse)
+_MODELS = Operation(
+    "List the models; Anthropic's words for requests with anthropic-version",
+    ModelList,
+    parameters={
+        "limit": "most models: 1 to 1000 (default)",
+        "after_id": "only models behind this one",
+        "before_id": "only models before this one",
+    },
+)
 _NO_MODELS = Operation("Refused: the server serves the model that it was started with", OllamaStatus)
 _REPLICA = {"replica": "its number, from 0"}
 _HEALTH = Operation("Whether requests can be served; 503 says why not", Health, is_public=True)
@@ -308,15 +317,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     **{("post", path): _RERANK for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     ("post", "/classify"): _generating("Labels of texts", ClassificationRequest, ClassificationResponse),
     ("post", "/pooling"): _generating("What the model makes of texts", PoolingRequest, PoolingResponse),
-    ("get", "/v1/models"): Operation(
-        "List the models; Anthropic's words for requests with anthropic-version",
-        ModelList,
-        parameters={
-            "limit": "most models: 1 to 1000 (default)",
-            "after_id": "only models behind this one",
-            "before_id": "only models before this one",
-        },
-    ),
+    **{("get", path): _MODELS for path in ("/v1/models", "/models")},
     ("get", "/v1/models/{name}"): Operation(
         "One model", ModelCard, parameters={"name": "the model's name"}, names_model=True
     ),

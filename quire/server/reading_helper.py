@@ -98,12 +98,12 @@ class Found(msgspec.Struct, tag=True):
 
 
 def read(argument: str, body: bytes) -> bytes:
-    """Parse a body (for `read_request`)."""
+    """Parse a body in the helper process, for `read_request`."""
     return _answered(lambda: _read(msgspec.json.decode(argument, type=How), body))
 
 
 def go_on(argument: str, content: bytes) -> bytes:
-    """Join stored and sent items (for `read_continuation`)."""
+    """Join stored and sent items in the helper process, for `read_continuation`."""
     return _answered(lambda: Found.of_input(*msgspec.json.decode(argument, type=Continuation).join(content)))
 
 

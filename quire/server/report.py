@@ -28,7 +28,7 @@ class StartReport:
             note(__name__, "Quire %s loads %s", __version__, model)
 
     def phase(self, name: str) -> None:
-        """End a phase of the start, which began when the phase before ended."""
+        """End a phase (such as loading) of the start, which began when the phase before ended."""
         now = time.monotonic()
         self._rows.append((name, now - self._last))
         self._last = now

@@ -1,5 +1,3 @@
-"""Log of requests (`--enable-log-requests`): one record when a request goes to the engine, one when it ends."""
-
 from __future__ import annotations
 
 import logging
@@ -19,8 +17,8 @@ _DEFAULTS = msgspec.to_builtins(SamplingParams())
 
 
 class RequestLog(StatsListener):
-    """Listener of AsyncLLM for new and rejected requests; `EngineMetrics` reports the ends. Prompts are logged only at
-    level DEBUG, outputs never."""
+    """Log of `--enable-log-requests`: listener of AsyncLLM for new and rejected requests; `EngineMetrics` reports the
+    ends. Prompts are logged only at level DEBUG, outputs never."""
 
     def __init__(self, max_characters: int | None = None) -> None:
         """max_characters: limit of characters and of tokens shown of a prompt; None: all."""

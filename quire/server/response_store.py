@@ -138,7 +138,7 @@ class Responses(Protocol):
 
 
 class OwnResponses:
-    """Responses of a server with one process."""
+    """Store of a server with one process."""
 
     maker = 0
 

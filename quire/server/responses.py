@@ -1,5 +1,3 @@
-"""JSON responses encoded from structs."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""Answers being generated, by client-visible id."""
-
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +24,7 @@ class RunningAnswers:
 
     @contextlib.contextmanager
     def hold(self, answer_ids: Iterable[str], work: Work) -> Iterator[None]:
-        """Register `work` under these ids until the context ends."""
+        """Register `work` under these ids until the context ends. `generate` holds each."""
         held = set(answer_ids)
         for answer_id in held:
             self._works.setdefault(answer_id, []).append(work)

@@ -17,7 +17,7 @@ V = TypeVar("V")
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
-    """path: folder as given. ref: the same for all processes."""
+    """Adapter loaded by name. path: folder as given. ref: the same for all processes."""
 
     path: str
     ref: AdapterRef
@@ -25,7 +25,7 @@ class NamedAdapter(msgspec.Struct, frozen=True):
 
 
 class NumberedAdapter(msgspec.Struct, frozen=True):
-    """ref: with scale 1. scale: for requests that name none."""
+    """Adapter of `--lora` or `--lora-scaled`. ref: with scale 1. scale: for requests that name none."""
 
     ref: AdapterRef
     scale: float
@@ -46,7 +46,7 @@ class SharedTable(Protocol[K, V]):
 
 
 class OneProcess:
-    """Table of a single process."""
+    """Table of a server with one process."""
 
     def news(self) -> None:
         return None
@@ -56,7 +56,7 @@ class OneProcess:
 
 
 class TableFile(Generic[K, V]):
-    """Table in a file, replaced as a whole."""
+    """Table of several API processes in a file, replaced as a whole."""
 
     def __init__(self, path: Path, kind: type[dict[K, V]]) -> None:
         self._path = path
@@ -87,7 +87,7 @@ class TableFile(Generic[K, V]):
 
 
 class SharedAdapters(NamedTuple):
-    """Adapters by name and by number."""
+    """Tables of adapters by name and by number."""
 
     names: SharedTable[str, NamedAdapter] = OneProcess()
     numbered: SharedTable[int, NumberedAdapter] = OneProcess()

@@ -1,5 +1,3 @@
-"""Messages about pictures that clients have named, which API processes' parent has."""
-
 from __future__ import annotations
 
 import asyncio

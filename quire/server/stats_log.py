@@ -1,5 +1,3 @@
-"""Log lines about a server under load, from the snapshots that /metrics uses."""
-
 from __future__ import annotations
 
 import asyncio

@@ -61,7 +61,7 @@ def make_provider(endpoint: str) -> TracerProvider:
 
 
 class TraceParents:
-    """Middleware that sets the parent of a request's spans."""
+    """Middleware that sets the parent of a request's spans from `traceparent`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -86,7 +86,7 @@ def parent_of(headers: Headers) -> Context | None:
 
 @dataclass(slots=True)
 class _Traced:
-    """Request whose span is not written yet. Written at its end."""
+    """Running request, whose span is written at its end."""
 
     request: EngineRequest
     parent: Context | None

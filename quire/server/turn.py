@@ -86,10 +86,10 @@ class Event(NamedTuple):
 
 
 class Turn:
-    """Turn being generated. Its fields are complete when `events` has ended."""
+    """Answer to another API's request being generated. Its fields are complete when `events` has ended."""
 
     def __init__(self, answer: ChatAnswer | CompletionAnswer, names: dict[str, str]) -> None:
-        """names: the chat endpoint's field names -> the request's."""
+        """Turn of an admitted answer. names: the chat endpoint's field names -> the request's."""
         self._answer, self._names = answer, names
         self.response_id = answer.engine_id
         """Unique id, even for a repeated X-Request-Id."""
@@ -215,7 +215,7 @@ def chat_body(fields: dict[str, Any], messages: Messages, names: dict[str, str])
 
 
 async def count_prompt_tokens(context: ServerContext, body: ChatRequest, names: dict[str, str]) -> int:
-    """Count the tokens of the rendered prompt. Raises ApiError."""
+    """Count, for the other APIs' counting routes, the tokens of the rendered prompt. Raises ApiError."""
     try:
         tools = context.formats.answer(body).template_tools
         return len((await render_chat(context, body, tools)).token_ids)

@@ -32,7 +32,7 @@ class _Terms(NamedTuple):
 
 
 class Uploads:
-    """Receiver of one process's uploads, within limits."""
+    """Receiver of one process's uploads to /v1/files, within limits."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -75,7 +75,7 @@ class Uploads:
 
 
 class _Form:
-    """Form that arrives. content: bytes of the file that are not written yet."""
+    """Form of an upload that arrives. content: bytes of the file that are not written yet."""
 
     def __init__(self, content_type: str) -> None:
         """content_type: with the boundary. Raises ApiError (400) for a form without a boundary."""

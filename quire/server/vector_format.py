@@ -1,5 +1,3 @@
-"""Encoding of vectors: numbers, base64 or raw bytes."""
-
 from __future__ import annotations
 
 import base64
@@ -18,7 +16,7 @@ _FLOAT8 = {"fp8_e4m3": (3, 7, 0x7E), "fp8_e5m2": (2, 15, 0x7B)}
 
 
 def encoded(vector: list[float], body: VectorFields) -> list[float] | str:
-    """Numbers, or the base64 of their bytes."""
+    """Vector as a request wants it: numbers, or the base64 of their bytes."""
     return vector if body.encoding_format == "float" else base64.b64encode(_bytes(vector, body)).decode()
 
 

@@ -47,7 +47,7 @@ NO_TIME = 1e-9
 
 @dataclass(frozen=True)
 class Parameter:
-    """One number to fit, on a logarithmic scale. start: first value if the profile's is zero."""
+    """Number of a hardware profile to fit, on a logarithmic scale. start: first value if the profile's is zero."""
 
     name: str
     lowest: float
@@ -73,8 +73,8 @@ SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead", "new_sequ
 
 @dataclass(frozen=True)
 class Sample:
-    """Logged step. gap: seconds on the host before it; None if they may be idle time. at: seconds from the log's
-    first step. follows_idle: no step ran for IDLE_SECONDS before it."""
+    """Logged step for the fit, in seconds. gap: seconds on the host before it; None if they may be idle time. at:
+    seconds from the log's first step. follows_idle: no step ran for IDLE_SECONDS before it."""
 
     work: StepWork
     seconds: float
@@ -95,7 +95,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Fit:
-    """hardware: profile with the fitted numbers. told: names of the numbers that the log determines."""
+    """Result of `calibrate`. hardware: fitted profile. told: names of the numbers that the log determines."""
 
     hardware: Hardware
     told: frozenset[str]
@@ -127,7 +127,7 @@ def work_of(record: StepRecord, windows: Windows) -> StepWork:
 
 
 def plan_of(record: StepRecord) -> StepPlan:
-    """StepPlan with the columns of the logged one; it does not say which sequences are new."""
+    """StepPlan of a log's record, for its work; it does not say which sequences are new."""
     return StepPlan(
         step_id=record.step,
         seq_ids=list(range(len(record.tokens))),
@@ -187,7 +187,7 @@ def calibrate(
 
 
 def with_values(hardware: Hardware, values: Vector) -> Hardware:
-    """Profile with other numbers, in the order of PARAMETERS."""
+    """Profile with fitted numbers, in the order of PARAMETERS."""
     named = {parameter.name: float(value) for parameter, value in zip(PARAMETERS, values, strict=True)}
     others: dict[str, Any] = {
         name: 0.0 if value <= 2 * NO_TIME else value for name, value in named.items() if name not in FACTORS

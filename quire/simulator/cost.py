@@ -42,9 +42,9 @@ LOGIT_PASSES = 4
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of a run. weights, experts, tables: stored types of layers' matrices, experts, and vocabulary tables.
-    activations: computation type where weights have at least 16 bits; narrower weights set the peak themselves. kv:
-    stored type of keys and values."""
+    """Number types of a simulated run. weights, experts, tables: stored types of layers' matrices, experts, and
+    vocabulary tables. activations: computation type where weights have at least 16 bits; narrower weights set the peak
+    themselves. kv: stored type of keys and values."""
 
     weights: str
     activations: str
@@ -54,7 +54,7 @@ class Precision:
 
     @classmethod
     def of(cls, shape: ModelShape, dtype: str | None = None, kv_dtype: str | None = None) -> Precision:
-        """dtype, kv_dtype: None means weights as stored, and keys and values as computed."""
+        """Types of a model. dtype, kv_dtype: None means weights as stored, keys and values as computed."""
         weights = ALIASES.get(dtype or "", dtype) or shape.dtype
         if weights not in DTYPE_BYTES:
             raise UserError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {weights!r}", param="dtype")
@@ -81,8 +81,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Seconds of attention of the layers of one kind on one device. At the peak: per pair of a chunk's token and a
-    position, and per position of a single token. Of bytes: per position read, and per token of a chunk."""
+    """Attention seconds of one kind's layers on one device. At the peak: per pair of a chunk's token and a position,
+    and per position of a single token. Of bytes: per position read, and per token of a chunk."""
 
     chunk_pair: float
     decode_pair: float
@@ -118,8 +118,8 @@ class CostModel:
         expands_prompts: bool = False,
         vision: VisionConfig | None = None,
     ) -> None:
-        """expands_prompts: count a second copy of the matrices that expand latents. vision: loaded tower. Raises
-        UserError for a layout that the model cannot have, or a dtype that the device lacks."""
+        """Cost model of a layout. expands_prompts: count a second copy of the matrices that expand latents. vision:
+        loaded tower. Raises UserError for a layout that the model cannot have, or a dtype that the device lacks."""
         self.shape = shape
         self.hardware = hardware
         self.layout = layout or ParallelConfig()
@@ -178,7 +178,7 @@ class CostModel:
         return best
 
     def breakdown(self, work: StepWork) -> dict[str, float]:
-        """Operator -> seconds in the longest pipeline stage (with the output projection)."""
+        """Operator -> seconds of a step in the longest pipeline stage (with the output projection)."""
         if self.layout.pcp > 1 and work.num_chunks:
             return self._stage_breakdown(self._dealt(work)) | {"shared keys": self._shared_keys(work)}
         return self._stage_breakdown(work)

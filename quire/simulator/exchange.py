@@ -1,5 +1,3 @@
-"""Bytes that the ranks of a model exchange."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -27,8 +25,8 @@ class RankTraffic(NamedTuple):
 
 
 def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES) -> RankTraffic:
-    """Exchange of a layout: sums behind attention, MLPs and the embedding, gathered logits and queries, results
-    over the tokens of one rank, hidden states, and a prompt's keys and values."""
+    """Traffic of a layout, for `quire plan` and sweeps: sums behind attention, MLPs and the embedding, gathered logits
+    and queries, results over the tokens of one rank, hidden states, and a prompt's keys and values."""
     within = 0
     if layout.tp > 1:
         within = sum(_in_layer(layer, shape.hidden, layout) for layer in shape.layers)
@@ -38,7 +36,7 @@ def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = 
 
 
 def _in_layer(layer: LayerShape, hidden: int, layout: ParallelConfig) -> int:
-    """Elements that a rank gives in one layer."""
+    """Elements that a rank gives for a token in one layer."""
     experts, attention = layer.experts, layer.attention
     elements = hidden
     if experts is None:

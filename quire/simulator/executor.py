@@ -63,7 +63,7 @@ class SimulatedExecutor:
         return device_specs(self._cost.shape, self._cost.precision.kv, self._cost.layout)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Device's memory without weights, and estimated activations."""
+        """Device's bytes without weights, and estimated activations."""
         weights = int(self._cost.weight_bytes_per_device)
         return MemoryProfile(
             available=int(self._cost.hardware.memory) - weights,
@@ -139,7 +139,7 @@ class SimulatedExecutor:
         raise QuireError("a simulated engine has no constraints on tokens")
 
     def idle(self) -> bool:
-        """False: nothing to prepare."""
+        """False: no idle work is left."""
         return False
 
     def vital_signs(self) -> VitalSigns:

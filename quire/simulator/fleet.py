@@ -28,7 +28,7 @@ Shares = Sequence[list[TraceRequest]]
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """Parts of a replica (see `Replica`), sent to other processes."""
+    """Arguments of a replica (see `Replica`), sent to other processes."""
 
     cost: CostModel
     settings: EngineSettings
@@ -41,7 +41,7 @@ class ReplicaSpec:
 
 
 class ReplicaGroup(Protocol):
-    """Some of the replicas, in this or another process: `begin_window` and `end_window` in turn, then
+    """Replicas of a fleet that run together, in this or another process: `begin_window` and `end_window` in turn, then
     `finish_replicas`."""
 
     def begin_window(self, shares: Shares, until: float) -> None:

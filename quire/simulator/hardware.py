@@ -85,7 +85,7 @@ class Hardware:
     kind: str = "gpu"
 
     def peak(self, dtype: str) -> float:
-        """Matrix operations per second. Raises UserError for a dtype that the device lacks."""
+        """Peak matrix operations per second. Raises UserError for a dtype that the device lacks."""
         name = _COMPUTED_AS.get(dtype, dtype)
         if name not in self.peaks:
             raise UserError(f"{self.title} does not multiply {dtype} (it knows {', '.join(self.peaks)})", param="dtype")
@@ -114,7 +114,7 @@ def profiles() -> Mapping[str, Hardware]:
 
 
 def read_profile(path: Path) -> Hardware:
-    """One profile of a file. Raises UserError with the file's name."""
+    """The one profile in a file of `quire simulate calibrate`. Raises UserError with the file's name."""
     try:
         entries = json.loads(path.read_text("utf-8"))
     except OSError as error:

@@ -1,5 +1,3 @@
-"""Jitter: the variation of equal steps on a real machine, and its duration (docs/decisions/0016-simulator.md)."""
-
 from __future__ import annotations
 
 import math
@@ -53,7 +51,7 @@ class Jitter:
 
 
 class Scatter(Protocol):
-    """Model of the variation of step times."""
+    """Model of step times' variation, asked for each step."""
 
     def seconds(self, now: float, expected: float, has_chunks: bool) -> float:
         """Seconds of the step that begins now; `now` never falls. has_chunks: a sequence computes more than one
@@ -102,7 +100,7 @@ class DrawnScatter:
 
 
 class _Table:
-    """Distribution as a function of a normal variable."""
+    """Distribution of ratios as a function of a normal variable."""
 
     def __init__(self, pairs: Pairs) -> None:
         self._ends = [NormalDist().inv_cdf(level) for level, _ in pairs[:-1]]

@@ -1,5 +1,3 @@
-"""Fit of a device's jitter to each logged step's measured and expected time."""
-
 from __future__ import annotations
 
 import math
@@ -30,8 +28,8 @@ NUM_STALLS = 8
 
 
 def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: Flags) -> Jitter:
-    """measured, expected: seconds of each step, in the log's order. begins: start of each in seconds; several logs may
-    follow each other, so steps backwards in time are no pair."""
+    """Jitter of a device, fitted to logs. measured, expected: seconds of each step, in the log's order. begins: start
+    of each in seconds; several logs may follow each other, so steps backwards in time are no pair."""
     is_stalled = (measured > STALLED * expected) & ~has_chunks
     stalls = _stalls((measured - expected)[is_stalled], float(expected[~has_chunks].sum()))
     if stalls:

@@ -1,5 +1,3 @@
-"""Device's memory: weights, activations, and the rest for the KV cache."""
-
 from __future__ import annotations
 
 from quire.config.cache import SNAPSHOT_INTERVAL
@@ -79,7 +77,7 @@ def most_useful_bytes(
 
 
 def device_specs(shape: ModelShape, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
-    """KV specs of one device's layers, in the largest pipeline stage."""
+    """KV-cache specs of one device's layers, in the largest pipeline stage."""
     stage, size = shape.layers[: shape.layers_per_stage(layout.pp)], int(DTYPE_BYTES[dtype])
     return [layer_spec(layer.attention, size, num_ranks=layout.tp, dealt_to=layout.dcp) for layer in stage]
 

@@ -20,7 +20,7 @@ LATENCIES = ("ttft", "tpot", "latency", "normalized_latency")
 
 
 class MergedDistribution:
-    """Distribution of one quantity with values of at least 0. Those of replicas can be merged."""
+    """Distribution of one latency in seconds, at least 0. Those of replicas can be merged."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -99,7 +99,7 @@ def _middle(number: int) -> float:
 
 @dataclass(slots=True)
 class Moments:
-    """One bin of a time series: integrals over time of the state, and counts of events."""
+    """Bin of a time series: integrals over time of the state, and counts of events."""
 
     seconds: float = 0.0
     running: float = 0.0
@@ -118,7 +118,7 @@ class Moments:
 
 
 class TimeSeries:
-    """Replica's state in bins of equal width, which doubles when there are too many."""
+    """Replica's state over time in bins of equal width, which doubles when there are too many."""
 
     def __init__(self, width: float = 1.0) -> None:
         self.width = width

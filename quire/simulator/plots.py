@@ -29,8 +29,8 @@ def check_matplotlib() -> None:
 
 @contextmanager
 def figure(path: Path, *, rows: int = 1, title: str = "") -> Iterator[list[Any]]:
-    """Axes of a figure written to `path` when the block ends, one below the other. Raises UserError when
-    matplotlib is missing or the file cannot be written."""
+    """Axes of a PNG figure written to `path` when the block ends, one below the other. Raises UserError when matplotlib
+    is missing or the file cannot be written."""
     check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

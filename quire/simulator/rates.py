@@ -1,5 +1,3 @@
-"""Search for the highest rate that keeps the objectives."""
-
 from __future__ import annotations
 
 import math
@@ -15,7 +13,7 @@ HIGHEST_RATE = 1e6
 
 
 class UnboundedRateError(QuireError):
-    """Every rate keeps the objectives."""
+    """Error of `find_rate` where every rate keeps the objectives."""
 
 
 @dataclass(frozen=True)

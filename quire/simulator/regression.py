@@ -1,5 +1,3 @@
-"""Least squares with coefficients of at least 0."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""One replica: the engine core on a virtual clock, a simulated executor, and requests of a trace."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
@@ -47,8 +45,8 @@ MakeExecutor = Callable[[CostModel, VirtualClock, int], Executor]
 
 @dataclass(frozen=True)
 class Record:
-    """One ended request, noted at its end; times in seconds of the virtual clock. num_tokens: tokens of the longest
-    sequence. num_generated: tokens of all sequences. num_cached: prompt tokens found in the prefix cache."""
+    """Ended request, for metrics; times in seconds of the virtual clock. num_tokens: tokens of the longest sequence.
+    num_generated: tokens of all sequences. num_cached: prompt tokens found in the prefix cache."""
 
     request: TraceRequest
     number: int
@@ -201,8 +199,8 @@ class Replica:
         objectives: Mapping[str, float] = MappingProxyType({}),
         observer: Observer | None = None,
     ) -> None:
-        """make_core: makes the engine core (baselines have another scheduler). objectives: names of LATENCIES ->
-        seconds, for `num_slo_met`. Raises InsufficientMemoryError when the model does not fit."""
+        """Replica of `quire simulate`. make_core: makes the engine core (baselines have another scheduler). objectives:
+        names of LATENCIES -> seconds, for `num_slo_met`. Raises InsufficientMemoryError when the model does not fit."""
         self.clock = VirtualClock()
         if make_executor is None:
             self.executor: Executor = SimulatedExecutor(
@@ -248,7 +246,7 @@ class Replica:
             clock.advance(until - clock.now())
 
     def offer(self, request: TraceRequest) -> None:
-        """Add a request that arrives. The clock may be past its arrival by a step's rest."""
+        """Add an arriving request. The clock may be past its arrival by a step's rest."""
         number = self._num_offered
         self._num_offered = number + 1
         self.metrics.num_requests += 1
@@ -306,7 +304,7 @@ class Replica:
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Do one step of the engine core and record its outputs."""
+        """Do one engine-core step; record outputs and state."""
         started = self.clock.now()
         outputs = self.core.step()
         now = self.clock.now()

@@ -1,5 +1,3 @@
-"""Scenario: a whole simulation except the rate."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -23,13 +21,13 @@ class RequestSource(Protocol):
         ...
 
     def rate(self) -> float | None:
-        """Native requests per second."""
+        """Native requests per second; None: unknown."""
         ...
 
 
 @dataclass(frozen=True)
 class TraceSource:
-    """Trace file. Other rates stretch its arrivals evenly."""
+    """Requests of a trace file. Other rates stretch its arrivals evenly."""
 
     path: Path
 

@@ -1,5 +1,3 @@
-"""Models by name. `models.json` holds the sizes of some."""
-
 from __future__ import annotations
 
 import json

@@ -55,8 +55,8 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """points: at rising rates, the last one saturated. found_rate: requests per second that keep the objectives (None:
-    no objectives, or no rate does; infinite: every rate does)."""
+    """Result of `sweep` for a layout. points: at rising rates, the last one saturated. found_rate: requests per second
+    that keep the objectives (None: no objectives, or no rate does; infinite: every rate does)."""
 
     layout: ParallelConfig
     points: tuple[Point, ...]
@@ -89,7 +89,7 @@ def sweep(scenario: Scenario, candidates: Sequence[ParallelConfig], *, num_proce
 
 
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], num_processes: int) -> Iterator[Result]:
-    """`work` of each item, in order, in several processes. Raises QuireError when one of them dies."""
+    """Results of `work` for each item, in order, in several processes. Raises QuireError when one of them dies."""
     if num_processes <= 1 or len(items) <= 1:
         yield from map(work, items)
         return

@@ -20,7 +20,7 @@ bundled model's beams (docs/decisions/0016-simulator.md)."""
 
 
 def prompt_tokens(number: int, num_tokens: int, group: str | None, num_shared: int) -> list[int]:
-    """Prompt of request `number`, whose first `num_shared` tokens are its group's."""
+    """Token ids of request `number`, whose first `num_shared` tokens are its group's."""
     own = OWN_TOKENS + number % OWN_TOKENS
     if group is None or not num_shared:
         return list(range(own, own + num_tokens))
@@ -65,7 +65,7 @@ class Streams:
         return len({self._requests.get(seq_id, seq_id) for seq_id in plan.seq_ids})
 
     def sample(self, plan: StepPlan) -> list[list[int]]:
-        """One token for each of the plan's samples, in a list of its own."""
+        """One made-up token id for each of the plan's samples, each in a list."""
         firsts = self._first_tokens
         if not firsts:
             return [[seq_id] for seq_id in plan.sample_seq_ids]

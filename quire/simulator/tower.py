@@ -1,5 +1,3 @@
-"""Vision tower and pictures in simulations."""
-
 from __future__ import annotations
 
 import hashlib
@@ -65,7 +63,7 @@ class TowerCost:
 
 
 class TowerWork:
-    """Seconds of plans' image orders, in their order."""
+    """Running tower seconds of plans' image orders."""
 
     def __init__(self, cost: TowerCost | None) -> None:
         self._cost = cost
@@ -94,7 +92,7 @@ class TowerWork:
 
 
 def with_images(number: int, tokens: list[int], request: TraceRequest) -> list[int]:
-    """Prompt with the tokens of its pictures."""
+    """Prompt's token ids with those of its pictures put in."""
     start = request.prefix_tokens
     for index, image in enumerate(request.images):
         own = OWN_TOKENS + (number * 31 + index) % OWN_TOKENS

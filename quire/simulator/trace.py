@@ -27,9 +27,10 @@ class TraceImage:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """arrival: seconds from the start. n: sequences of parallel sampling. beam_width: 0: no beam search. prefix_tokens:
-    leading input tokens that all requests of `prefix_group` share. If they share all, each request is a turn of a
-    conversation, and its output belongs to the next turn's input. images: placed next."""
+    """Request of a trace, lengths in tokens. arrival: seconds from the start. n: sequences of parallel sampling.
+    beam_width: 0: no beam search. prefix_tokens: leading input tokens that all requests of `prefix_group` share. If
+    they share all, each request is a turn of a conversation, and its output belongs to the next turn's input. images:
+    placed next."""
 
     arrival: float
     input_tokens: int

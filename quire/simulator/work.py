@@ -1,5 +1,3 @@
-"""Work of one plan, as numbers for the cost model."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,9 +20,9 @@ Windows = Sequence[int | ChunkTokens | None]
 
 
 class StepWork(msgspec.Struct, kw_only=True):
-    """Work of one step. Lists have one entry for each distinct window of the model. decode_context: positions that
-    sequences with one token read. prefill_context: positions that chunks read, once for all tokens. prefill_pairs:
-    pairs of a chunk's token and a position up to its own."""
+    """Work of one step, for the cost model. Lists have one entry for each distinct window of the model. decode_context:
+    positions that sequences with one token read. prefill_context: positions that chunks read, once for all tokens.
+    prefill_pairs: pairs of a chunk's token and a position up to its own."""
 
     num_tokens: int = 0
     num_sequences: int = 0

@@ -31,7 +31,7 @@ SENTENCE = 28.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Mean input and output tokens of a data set."""
+    """Mean input and output tokens of requests."""
 
     name: str
     mean_input: float
@@ -57,7 +57,8 @@ def lengths(mean: float, count: int, longest: int) -> list[int]:
 
 
 def uncorrelated(inputs: list[int], outputs: list[int], rng: random.Random) -> list[tuple[int, int]]:
-    """Pair lengths in tokens at random: the least correlated of NUM_SHUFFLES pairings, in random order."""
+    """Pairs (input, output) of lengths in tokens, at random: the least correlated of NUM_SHUFFLES pairings, in random
+    order."""
     expected = sum(inputs) * sum(outputs) / len(inputs)
 
     def shuffled() -> list[int]:
@@ -82,9 +83,9 @@ def _table(mean: float, longest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """rate: requests per second; `inf`: all at once. burstiness: shape of the gamma distribution of the gaps; 1 is a
-    Poisson process, below 1 burstier, above 1 more even. The stream ends after `duration` seconds or `num_requests`;
-    one of them is required."""
+    """Times of arrivals. rate: requests per second; `inf`: all at once. burstiness: shape of the gamma distribution of
+    the gaps; 1 is a Poisson process, below 1 burstier, above 1 more even. The stream ends after `duration` seconds or
+    `num_requests`; one of them is required."""
 
     rate: float
     burstiness: float = 1.0
@@ -105,7 +106,7 @@ class Arrivals:
                 raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value:g}", param=name)
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """Seconds from the start, not falling."""
+        """Seconds from the start to each arrival, not falling."""
         now = 0.0
         numbers = itertools.count() if self.num_requests is None else range(self.num_requests)
         for _ in numbers:

@@ -20,7 +20,7 @@ class Bound:
 
 
 def digits_of(value: Decimal) -> tuple[str, str]:
-    """(digits before the point, digits after it without trailing zeros) of a value >= 0. Raises ValueError beyond
+    """(digits before the point, digits after it without trailing zeros) of a JSON number >= 0. Raises ValueError beyond
     MAX_DIGITS."""
     if value.adjusted() >= MAX_DIGITS or (value and value.adjusted() < -MAX_DIGITS):
         raise ValueError(f"it has more than {MAX_DIGITS} digits")
@@ -149,7 +149,7 @@ def _wholes(low: int, high: int | None) -> list[str]:
 
 
 def _fraction_from(rest: str, is_exclusive: bool) -> str:
-    """Expression for a fraction, with its point, that is not lower."""
+    """Expression for a fraction, with its point, that is not below `rest`."""
     if not rest and not is_exclusive:
         return FRACTION
     return rf"\.(?:{'|'.join(_from(rest, is_exclusive))})"

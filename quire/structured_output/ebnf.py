@@ -36,7 +36,7 @@ def is_ebnf(text: str) -> bool:
 
 
 def to_lark(text: str) -> str:
-    """Convert to Lark's syntax. Raises ValueError with the line for an invalid grammar."""
+    """Convert a client's grammar to Lark's syntax. Raises ValueError with the line for an invalid grammar."""
     return _written(_Reader(text).rules())
 
 

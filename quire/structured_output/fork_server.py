@@ -46,7 +46,7 @@ NUM_SPARE = 2
 
 
 class Rehearsal:
-    """Fork that rehearses, or waits for a text."""
+    """Fork of the server that rehearses, or waits for a text."""
 
     def __init__(self, pid: int, connection: FrameConnection) -> None:
         self.pid = pid

@@ -50,7 +50,7 @@ def run_with_stack(work: Callable[[], None], stack: int) -> None:
 
 
 def limit(kind: int, value: int) -> None:
-    """Lower a limit of this process (`resource.RLIMIT_...`)."""
+    """Lower a limit of this fork (`resource.RLIMIT_...`)."""
     _, hard = resource.getrlimit(kind)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
@@ -64,7 +64,7 @@ def limit_memory(more: int) -> None:
 
 
 def be_silent(*descriptors: int) -> None:
-    """Redirect these descriptors to /dev/null."""
+    """Redirect a fork's output to /dev/null."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nothing, descriptor)

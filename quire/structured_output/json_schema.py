@@ -64,7 +64,8 @@ LATER = {
 
 @dataclass
 class NormalSchema:
-    """Document in normal form. definitions: schemas by name under `#/$defs/`. has_digits: some part is `$digits`."""
+    """JSON schema in normal form, to write as a grammar. definitions: schemas by name under `#/$defs/`. has_digits:
+    some part is `$digits`."""
 
     root: Any
     definitions: dict[str, Any] = field(default_factory=dict)
@@ -207,7 +208,7 @@ class Normaliser:
     def _in_place(
         self, schema: dict[str, Any], given: dict[str, Any], types: list[str] | None, place: SchemaPlace
     ) -> tuple[list[tuple[str, Any]] | None, list[tuple[str, Any]]]:
-        """Keywords for whole schemas, (before, after) None: nothing satisfies them."""
+        """Keywords for whole schemas, (before, after). None: nothing satisfies them."""
         found: tuple[list[tuple[str, Any]], list[tuple[str, Any]]] = ([], [])
         side = 0
         for name, value in given.items():

@@ -1,5 +1,4 @@
-"""Engine core's side of the mask process: collects questions, takes answers, and replaces a process that has died
-or hangs."""
+"""Client of the mask process."""
 
 from __future__ import annotations
 
@@ -56,7 +55,8 @@ DEATH_SECONDS = 60.0
 
 @dataclass(slots=True)
 class KeptGrammar:
-    """number: id in the mask process. used_at: time.monotonic() when a matcher was last seen."""
+    """Grammar that the mask process keeps. number: id in the mask process. used_at: time.monotonic() when a matcher was
+    last seen."""
 
     number: int
     size: int
@@ -64,7 +64,8 @@ class KeptGrammar:
 
 
 class MaskClient:
-    """Used by one thread, except `ended_slots`, to which any may add."""
+    """Engine core's side of the mask process: collects questions, takes answers, replaces a process that died or hangs.
+    Used by one thread, except `ended_slots`, to which any may add."""
 
     def __init__(
         self, vocab_size: int, start: Callable[[int, int], None], condemn: Callable[[ConstraintText, str], None]
@@ -219,7 +220,7 @@ class MaskClient:
         self._missing.add(matcher.slot)
 
     def receive(self) -> bool:
-        """Process messages. False: there were none."""
+        """Process the messages that have come. False: there were none."""
         connection = self.connection
         if connection is None:
             return False

@@ -25,12 +25,12 @@ def num_mask_bytes(vocab_size: int) -> int:
 
 
 def num_slot_bytes(vocab_size: int) -> int:
-    """Bound of the bytes that the library writes."""
+    """Bytes of a slot: bound of those that the library writes for a mask."""
     return 4 * (vocab_size // 32 + 1)
 
 
 class Busy(NamedTuple):
-    """slot: slot of a thread's work. since: its beginning (time.monotonic())."""
+    """Thread's current work. slot: its slot. since: its beginning (time.monotonic())."""
 
     slot: int
     since: float
@@ -44,7 +44,7 @@ def make_memory() -> int:
 
 
 class MaskMemory:
-    """One process's view of the memory."""
+    """Shared memory of masks, as one process sees it."""
 
     def __init__(self, descriptor: int, vocab_size: int) -> None:
         self._descriptor = descriptor

@@ -65,7 +65,7 @@ NO_DRAFTS: list[tuple[int, int]] = []
 
 
 class Slot:
-    """Sequence. Its work is done in order, one piece at a time."""
+    """Sequence in the mask process. Its tasks are done in order, one at a time."""
 
     def __init__(self, number: int, charge: int, seconds: float, compiled: Compiled) -> None:
         """number: index of its mask in shared memory. charge: number of its request, for fair turns. seconds: known
@@ -112,7 +112,7 @@ class Compiled:
         return self._start is None and self._compile_seconds > SLOW_SECONDS
 
     def start(self, vocabulary: LLTokenizer) -> LLMatcher:
-        """New matcher at the grammar's start. Raises UserError."""
+        """New library matcher at the grammar's start. Raises UserError."""
         with self._lock:
             if self._start is None:
                 start = start_matcher(vocabulary, self._text)

@@ -1,4 +1,4 @@
-"""Messages between the engine core, the fork server and its forks: msgpack frames over stream sockets."""
+"""Messages of engine core, fork server and forks: msgpack frames over stream sockets."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Try(msgspec.Struct):
 
 class Outcome(msgspec.Struct):
     """Result of a rehearsal. reason: why the text cannot be used, in one line. growth: bytes of memory.
-    compile_seconds, seconds: processor time of compiling and of the first mask."""
+    compile_seconds, seconds: processor seconds of compiling and of the first mask."""
 
     reason: str = ""
     growth: int = 0
@@ -86,8 +86,8 @@ class Verdict(msgspec.Struct, tag=True):
 
 
 class New(msgspec.Struct, array_like=True):
-    """Make a matcher in `slot` that has followed `tokens`. mark: tokens after which the constraint begins. allowed: see
-    ConstraintSpec.allowed_token_ids. charge: equal for matchers of one request."""
+    """Work: make a matcher in `slot` that has followed `tokens`. mark: tokens after which the constraint begins.
+    allowed: see ConstraintSpec.allowed_token_ids. charge: equal for matchers of one request."""
 
     slot: int
     serial: int
@@ -100,7 +100,7 @@ class New(msgspec.Struct, array_like=True):
 
 
 class Copy(msgspec.Struct, array_like=True):
-    """Copy the matcher in `source` to `slot`. wants_mask: report its mask."""
+    """Work: copy the matcher in `source` to `slot`. wants_mask: report its mask."""
 
     slot: int
     serial: int
@@ -109,8 +109,8 @@ class Copy(msgspec.Struct, array_like=True):
 
 
 class Advance(msgspec.Struct, array_like=True):
-    """Follow tokens, and at most `num_forced` forced ones. with_mask: the answer may wait for the mask. drafts: guesses
-    after `tokens`, with slots for the masks after each."""
+    """Work: follow tokens, and at most `num_forced` forced ones. with_mask: the answer may wait for the mask. drafts:
+    guesses after `tokens`, with slots for the masks after each."""
 
     slot: int
     serial: int
@@ -145,8 +145,8 @@ class MaskWork(msgspec.Struct, array_like=True):
 class MatcherAnswer(msgspec.Struct, array_like=True):
     """Answer of the mask process, with `serial` of its question and attributes of `quire.decoding.masks.Matcher`. only:
     the one possible next token; -1: see the mask. is_free: all tokens are possible. is_masked: the mask is there, or
-    `mask_error` says why not. seconds: processor time. error: why the matcher cannot continue. num_draft_masks: masks
-    after drafts; -1: they come with `Masked`."""
+    `mask_error` says why not. seconds: processor seconds. error: why the matcher cannot continue. num_draft_masks:
+    masks after drafts; -1: they come with `Masked`."""
 
     slot: int
     serial: int
@@ -207,7 +207,7 @@ class FrameConnection:
         return bool(self._unsent)
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        """descriptors: sent along, then closed here."""
+        """Send or keep a message. descriptors: sent along, then closed here."""
         self._unsent.append((encode_frame(message), descriptors))
         self.pump()
 

@@ -1,5 +1,4 @@
-"""ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax. `parse` reads an
-expression, `written` rewrites it; `PatternMatcher` finds it in a name; `Languages` lists matching names."""
+"""ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ _FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
 
 @dataclass(frozen=True)
 class Characters:
-    """One character of a set. ranges: ascending and disjoint; None if `text` names a Unicode property."""
+    """Node of a parsed expression: one character of a set. ranges: ascending and disjoint; None if `text` names a
+    Unicode property."""
 
     ranges: Ranges | None
     text: str
@@ -451,7 +451,7 @@ def _holds(edge: Characters, code: int) -> bool:
 
 
 class Languages:
-    """Lists of the texts that expressions match, if these are few."""
+    """Lists of the texts that expressions match, if few."""
 
     def __init__(self, limit: int, max_length: int, budget: Budget) -> None:
         """limit: most texts of an expression. max_length: most characters of a text."""

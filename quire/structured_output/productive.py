@@ -1,5 +1,4 @@
-"""Removal of schemas that only endless texts satisfy, such as a required property that leads back to itself. They count
-as unsatisfiable."""
+"""Removal of unsatisfiable parts of schemas, such as a required property that leads back to itself."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ SCALARS = ("null", "boolean", "number", "integer", "string")
 
 
 def without_endless(schema: NormalSchema) -> None:
-    """Replace such parts by `false`. Raises ValueError if the whole is one. Linear in the schema's size."""
+    """Replace parts that only endless texts satisfy by `false`. Raises ValueError if the whole is one. Linear in the
+    schema's size."""
     if schema.root is False:
         raise ValueError("no text follows the schema")
     if not schema.definitions:

@@ -8,8 +8,8 @@ T = TypeVar("T")
 
 
 class RecentTexts(Generic[T]):
-    """Results by text, bounded in number and characters, least recently used out first. Used by one thread at a
-    time."""
+    """Cache of results by constraint's text, bounded in number and characters, least recently used out first. Used by
+    one thread at a time."""
 
     def __init__(self, size_of: Callable[[str, T], int]) -> None:
         """size_of: characters of a text with its result; a replacing result must have the same."""

@@ -10,7 +10,7 @@ LAST = ("$", r"\Z", r"\z")
 
 
 def without_anchors(pattern: str) -> str:
-    """Pattern without anchors at the ends of its alternatives. Raises ValueError for anchors elsewhere."""
+    """Client's `regex` without anchors at the ends of its alternatives. Raises ValueError for anchors elsewhere."""
     return "|".join(_without_ends(alternative) for alternative in _alternatives(pattern))
 
 

@@ -1,4 +1,4 @@
-"""Rehearsal: a fork compiles one text and makes its first mask, under limits of the kernel."""
+"""Rehearsal of one text in a fork: compilation and first mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine core's constraints and matchers, whose results the mask process computes."""
+"""Engine core's constraints and matchers, computed by the mask process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNKNOWN, GOES_ON, STOPS = 0, 1, 4
 
 
 class ConstraintText:
-    """Text that live requests name. Its rehearsal is cancelled with the last of them."""
+    """Constraint (grammar's text) that live requests share. Its rehearsal is cancelled with the last of them."""
 
     def __init__(self, service: ConstraintService, text: str, behind: bytearray | None = None) -> None:
         """behind: record of earlier requests (see the attribute)."""
@@ -38,7 +38,7 @@ class ConstraintText:
         one per later one that did not, at least GOES_ON."""
 
     def note(self, token_id: int, *, stops: bool) -> None:
-        """stops: the token ended a sequence, or forced others."""
+        """Record a sampled token in `behind`. stops: the token ended a sequence, or forced others."""
         place = token_id % NUM_PLACES
         self.behind[place] = STOPS if stops else max(self.behind[place] - 1, GOES_ON)
 
@@ -166,7 +166,7 @@ class RemoteMatcher:
         self.has_mask = True
 
     def new(self, grammar: int) -> New:
-        """Message that makes it in a mask process with its grammar."""
+        """Message that makes it in a mask process, again after a restart."""
         spec, serial = self.spec, self.serial if self.unanswered is None else 0
         options = spec.start_after, spec.ignore_eos, spec.allowed_token_ids
         return New(self.slot, serial, grammar, self.constraint.charge, self.tokens, *options)

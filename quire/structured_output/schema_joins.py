@@ -317,7 +317,7 @@ class Joiner:
         return found
 
     def constants(self, node: Any) -> set[str] | None:
-        """Values, as texts, of a schema with a few simple ones; else None."""
+        """Values, as texts, of a schema (`enum`, `const`) with a few simple ones; else None."""
         known = self._constants.get(id(node))
         if known is None:
             found = None

@@ -7,7 +7,7 @@ MAX_CHARACTERS = 120
 
 @dataclass(frozen=True)
 class SchemaPlace:
-    """A part of a schema and its parent's place. Formatted only for an error."""
+    """Place of a schema's part and its parent's, formatted only for an error."""
 
     parent: SchemaPlace | None
     name: str | int

@@ -1,4 +1,4 @@
-"""Targets of references in a JSON schema: base URIs (`$id`), anchors and JSON pointers, inside one document."""
+"""References of a JSON schema inside one document: base URIs (`$id`), anchors, JSON pointers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 
 @dataclass
 class Resource:
-    """Schema with its own base URI, or the document."""
+    """Schema with its own base URI (`$id`), or the document."""
 
     uri: str
     node: Any

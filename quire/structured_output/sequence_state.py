@@ -26,8 +26,8 @@ TOKENS_A_MASK = 8
 
 
 class MaskShape(NamedTuple):
-    """num_bytes: bytes of a mask. num_written: bytes that the library writes, perhaps a word more. end_bits: tokens
-    that end a text, as bits of an integer. end_places: (byte in a mask, bit) of each."""
+    """Shape of a model's masks. num_bytes: bytes of a mask. num_written: bytes that the library writes, perhaps a word
+    more. end_bits: tokens that end a text, as bits of an integer. end_places: (byte in a mask, bit) of each."""
 
     num_bytes: int
     num_written: int
@@ -43,7 +43,7 @@ class MaskShape(NamedTuple):
 
 
 class SequenceState:
-    """Follows tokens. Results depend on the tokens alone, not on their grouping."""
+    """Follows one sequence's tokens in its grammar. Results depend on the tokens alone, not on their grouping."""
 
     def __init__(
         self,

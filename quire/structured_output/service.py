@@ -1,8 +1,7 @@
-"""Constraint service of one engine: the engine core's side of the processes that compile constraints and make
-masks.
+"""Constraint service of one engine: the engine core's side.
 
-A client's text is first rehearsed in a fork under limits (fork_server.py); matchers of good texts live in the mask
-process (mask_process.py).
+A client's text is first rehearsed in a fork (fork_server.py); matchers of good texts live in the mask process
+(mask_process.py).
 """
 
 from __future__ import annotations
@@ -250,7 +249,7 @@ class ConstraintService:
 
 
 class Known(NamedTuple):
-    """Outcome of a text, and its record of tokens (ConstraintText.behind)."""
+    """Outcome of an earlier text, and its record of tokens (ConstraintText.behind)."""
 
     outcome: Outcome
     behind: bytearray

@@ -73,7 +73,7 @@ class Vocabulary:
 
 
 def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Tokenizer. Raises UserError for a model whose tokens have no text of their own."""
+    """The tokenizer itself. Raises UserError for a model whose tokens have no text of their own."""
     if tokenizer is None:
         raise UserError("structured outputs need a tokenizer, and this model has none", param="structured_outputs")
     if isinstance(tokenizer.pieces, WholePieces):

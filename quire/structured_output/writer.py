@@ -1,4 +1,4 @@
-"""Front end's half of structured outputs: from StructuredOutputsParams to a grammar's text for service.py."""
+"""Front end's half of structured outputs, before service.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_KEPT_CHARACTERS = 2**22
 
 
 class GrammarWriter:
-    """Writes constraints as grammars, and keeps the most recently used. Thread-safe."""
+    """Writes constraints of arriving requests as grammars, and keeps the most recently used. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         """vocab_size: model's tokens, perhaps fewer than the tokenizer's."""
@@ -30,8 +30,7 @@ class GrammarWriter:
         self._kept: RecentTexts[str] = RecentTexts(lambda text, grammar: len(text) + len(grammar))
 
     def write(self, params: StructuredOutputsParams) -> str:
-        """Grammar of a constraint. Raises UserError for a constraint that is too large or unreadable, and for models
-        whose tokens have no text of their own."""
+        """Grammar of a constraint. Raises as `write_grammar` and `check_tokenizer`."""
         check_tokenizer(self._tokenizer)
         params = self.config.apply(params)
         try:

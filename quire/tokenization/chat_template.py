@@ -1,7 +1,4 @@
-"""Chat templates: Jinja templates of checkpoints, which write a conversation as one string.
-
-They run in sandboxed helper processes (helpers.py, helper_process.py) with limits on time and memory.
-"""
+"""Chat templates of checkpoints (Jinja), rendered in sandboxed helper processes (helpers.py) under limits."""
 
 from __future__ import annotations
 
@@ -59,10 +56,9 @@ class ChatTemplate:
         max_characters: int = MAX_CHARACTERS,
         tokenising: Tokenising | None = None,
     ) -> Conversion:
-        """Make the job of a helper. max_characters: limit of the text. tokenising: set if the helper shall tokenize a
-        long text.
-        Raises UserError for reserved variables, values that cannot be encoded, too large a conversation, or a model
-        without a template.
+        """Make a helper's job of a request's conversation. max_characters: limit of the text. tokenising: set if the
+        helper shall tokenize a long text. Raises UserError for reserved variables, values that cannot be encoded, too
+        large a conversation, or a model without a template.
         """
         for name in conversation.variables:
             if name in RESERVED_OPTIONS:
@@ -98,8 +94,8 @@ class ChatTemplate:
         return work
 
     def write(self, work: Conversion) -> Rendering:
-        """Text, with token ids if the helper made them. Raises UserError for an invalid or failing template, refused
-        messages or exceeded limits; PromptTooLongError; and errors of Helpers.render."""
+        """Prompt's text from a helper, with token ids if the helper made them. Raises UserError for an invalid or
+        failing template, refused messages or exceeded limits; PromptTooLongError; and errors of Helpers.render."""
         found = self.helpers.render(work)
         if isinstance(found, Failed):
             raise self._error(found, work.max_characters)

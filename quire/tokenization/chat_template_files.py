@@ -33,8 +33,8 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def read_template(text: str) -> str:
-    """Read the user's chat template: a file name, or the template itself if it has braces or line feeds. Raises
-    ConfigError for an unreadable file."""
+    """Read the user's chat template (engine option): a file name, or the template itself if it has braces or line
+    feeds. Raises ConfigError for an unreadable file."""
     if any(mark in text for mark in ("{", "}", "\n")):
         if len(text) > MAX_TEMPLATE_BYTES:
             raise ConfigError(f"chat_template may have {MAX_TEMPLATE_BYTES} characters", param="chat_template")
@@ -80,7 +80,7 @@ def _stated(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _processor_template(path: Path, config: Mapping[str, Any], *, alone: bool) -> str | None:
-    """Template of processor files, if any. alone: the tokenizer has no template."""
+    """Template of the multimodal processor's files, if any. alone: the tokenizer has no template."""
     has_processor = any(file_bytes(path / name) is not None for name in _PROCESSOR_FILES)
     if not alone and not has_processor and "processor_class" not in config:
         return None

@@ -37,14 +37,14 @@ IMAGE, VIDEO = "image", "video"
 
 
 class MessagePart(msgspec.Struct, frozen=True, gc=False):
-    """Part of a message. type: "text", or IMAGE or VIDEO, with empty text; the conversation holds the picture."""
+    """Part of a message. type: "text", or IMAGE or VIDEO, with empty text; the conversation has the picture."""
 
     type: str
     text: str
 
 
 class Message(msgspec.Struct):
-    """fields: template inputs besides role and content (tool calls, reasoning, names)."""
+    """Message of a conversation. fields: template inputs besides role and content (tool calls, reasoning, names)."""
 
     role: str
     content: list[MessagePart] | None
@@ -92,9 +92,7 @@ def messages_of(
     given: Sequence[Mapping[str, Any]], where: str = "messages", *, takes_objects: bool = False
 ) -> Messages:
     """Make the messages of a conversation from objects with a role, a content (a string, a list of parts or None) and
-    fields for the template. where: path of the list in the request, for errors. takes_objects: parts may hold image
-    objects.
-    Raises UserError with the path of the invalid field.
+    fields for the template. takes_objects: parts may hold image objects. Raises UserError with the path.
     """
     pictures: list[Picture] = []
 
@@ -150,7 +148,7 @@ def check_type(kind: Any, known: Collection[str], what: str) -> None:
 
 
 def written(write: Callable[[Any], T], value: Any, where: str = "messages") -> T:
-    """Apply `write` to a value. Raises UserError for a value that msgpack cannot encode."""
+    """Encode a client's value with `write`. Raises UserError for a value that msgpack cannot encode."""
     try:
         return write(value)
     except UnicodeEncodeError as error:

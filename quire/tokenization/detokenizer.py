@@ -27,7 +27,7 @@ class TokenStream(Protocol):
         ...
 
     def push(self, token_id: int) -> str:
-        """Text that this token makes certain."""
+        """Text that this token completes."""
         ...
 
     def flush(self) -> str:

@@ -48,8 +48,8 @@ _LEAST_SCORE = -1e6
 def describe_tokenizer(
     tokenizer: Tokenizer, directory: Path, vocab_size: int, end_ids: Sequence[int]
 ) -> dict[str, Value]:
-    """Metadata of a tokenizer. vocab_size: rows of the embedding; missing ids are padded. end_ids: tokens that end a
-    text. Raises ModelLoadError if GGUF cannot express it."""
+    """GGUF metadata of a tokenizer, for `quire quantize`. vocab_size: rows of the embedding; missing ids are padded.
+    end_ids: tokens that end a text. Raises ModelLoadError if GGUF cannot express it."""
     content = json.loads(tokenizer.backend.to_str())
     model, added = content["model"], content.get("added_tokens") or []
     if tokenizer.vocab_size > vocab_size:

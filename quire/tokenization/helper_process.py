@@ -102,8 +102,8 @@ class HelperLoop:
     def _encode(
         self, text: str, add_special_tokens: bool, seconds: float, max_model_len: int | None = None
     ) -> Encoded | Refused:
-        """seconds: limit of processor time. max_model_len: count the tokens first if the text may exceed it
-        (`check_num_tokens`)."""
+        """Token ids of a text. seconds: limit of processor time. max_model_len: count the tokens first if the text may
+        exceed it (`check_num_tokens`)."""
         from quire.tokenization.text_lengths import check_num_tokens
 
         with self._answering(seconds) as refused:

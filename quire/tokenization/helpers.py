@@ -1,5 +1,5 @@
-"""Pool of helper processes of a front end. A job renders a conversation, tokenizes a long text, or reads a large
-request body. Helpers start on demand and are reused. One that exceeds a limit, hangs or dies fails only its job."""
+"""Pool of a front end's helper processes (helper_process.py). They start on demand and are reused. One that exceeds a
+limit, hangs or dies fails only its job."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
 
 
 class Helper:
-    """Helper process. Used by one thread, except for `kill`. Raises OSError if it cannot start."""
+    """Helper process, from the front end. Used by one thread, except for `kill`. Raises OSError if it cannot start."""
 
     def __init__(self, setup: Setup) -> None:
         self._limits = setup.limits
@@ -223,11 +223,11 @@ class Helper:
         self._process.kill()
 
     def stop(self) -> None:
-        """Remove the process. Idempotent."""
+        """End and reap the process. Idempotent."""
         self._finalizer()
 
     def _ids(self, text: str, *parts: bytearray) -> list[int]:
-        """parts: request; empty if a conversation's answer already asks for the ids."""
+        """Ask for ids. parts: request; empty if a conversation's answer already asks for the ids."""
         too_slow = (
             f"the tokenizer takes more than {seconds_of(text):.3g} s of processor time for the text of "
             f"{len(text)} characters"
@@ -395,7 +395,7 @@ def _describe(status: int | None) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
-    """Also runs when the interpreter exits."""
+    """Kill a helper; also runs when the interpreter exits."""
     if os.getpid() != owner:
         return  # a fork of the owner is ending, and the process is not the fork's
     kill(process)

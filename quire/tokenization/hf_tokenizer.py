@@ -32,8 +32,8 @@ _VERSIONED = re.compile(r"tokenizer\.(.*)\.json")
 
 
 class HFTokenizer(NamedTuple):
-    """Tokenizer. special: named special tokens. extra: special tokens without a name. cleans_up: decoding drops spaces
-    before punctuation."""
+    """Tokenizer as built, for `load_tokenizer`. special: named special tokens. extra: special tokens without a name.
+    cleans_up: decoding drops spaces before punctuation."""
 
     backend: tokenizers.Tokenizer
     special: dict[str, str]
@@ -202,7 +202,7 @@ def _set_template(
     *,
     flags: Mapping[str, Any],
 ) -> None:
-    """flags: config in which add_bos_token and add_eos_token count."""
+    """Set the tokens around a text. flags: config in which add_bos_token and add_eos_token count."""
     template = "file" if kind is None else kind.template
     if not isinstance(template, str):
         assert kind is not None, "only a class has a template of its own"

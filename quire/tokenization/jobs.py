@@ -70,8 +70,8 @@ class TokenizerSource(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """First message. templates: name -> Jinja source. special_tokens: template variables. tokenizer: None if texts are
-    not tokenized."""
+    """First message to a helper. templates: name -> Jinja source. special_tokens: template variables. tokenizer: None
+    if texts are not tokenized."""
 
     templates: dict[str, str]
     special_tokens: dict[str, str]
@@ -121,15 +121,15 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
-    """Rendered conversation. is_long: the token ids follow, as for a Text."""
+    """Answer to a Render. is_long: the token ids follow, as for a Text."""
 
     text: str
     is_long: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Conversation that was not rendered. kind: the template does not compile, refuses the messages (`raise_exception`)
-    or raised; the last message cannot be continued; text, memory or time exceeded the limit. reason: one line for the
+    """Answer to a Render that failed. kind: the template does not compile, refuses the messages (`raise_exception`) or
+    raised; the last message cannot be continued; text, memory or time exceeded the limit. reason: one line for the
     first four."""
 
     kind: Literal["invalid", "refused", "failed", "continued", "length", "memory", "time"]
@@ -137,7 +137,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):
-    """Tokenised text. ids: packed by `packed`."""
+    """Answer to a Text. ids: packed by `packed`."""
 
     ids: bytes
 

@@ -16,7 +16,7 @@ STDERR = 2
 
 @contextmanager
 def refusing(path: Path, what: str) -> Iterator[None]:
-    """Turn any exception or panic of the library into ModelLoadError."""
+    """Turn the block's exceptions and the library's panics into ModelLoadError."""
     try:
         with last_word_to_exceptions():
             yield

@@ -103,7 +103,7 @@ class LocalPieces:
 
 
 class WholePieces:
-    """Decoder whose output for a token depends on its neighbours."""
+    """Texts of tokens for a decoder whose output for a token depends on its neighbours."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend

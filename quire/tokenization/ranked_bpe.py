@@ -38,8 +38,8 @@ KIMI_SPECIALS = 256
 def ranked_bpe(
     tokens: Sequence[bytes], pattern: str, specials: Mapping[int, str], first_id: int = 0
 ) -> tokenizers.Tokenizer:
-    """tokens: by rank; ids count from `first_id`. pattern: regular expression of a word. specials: special tokens by
-    id. Raises ModelLoadError for duplicate or overlong tokens, or a missing single byte."""
+    """Build a tokenizer. tokens: by rank; ids count from `first_id`. pattern: regular expression of a word. specials:
+    special tokens by id. Raises ModelLoadError for duplicate or overlong tokens, or a missing single byte."""
     letters = _letters()
     texts = ["".join(letters[byte] for byte in token) for token in tokens]
     vocabulary = {text: first_id + rank for rank, text in enumerate(texts)}

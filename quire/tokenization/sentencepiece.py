@@ -1,7 +1,7 @@
 """Sentencepiece tokenizers, from `tokenizer.model` or a GGUF file.
 
-BPE joins the neighbours whose union has the highest score (LLaMA 2, Gemma); Unigram takes the pieces with the highest
-sum of scores (T5). `TextPreparation` makes the words that the `tokenizers` library turns into ids.
+Kinds: BPE (LLaMA 2, Gemma; piece_merges.py); Unigram (T5) takes the pieces with the highest sum of scores.
+`TextPreparation` makes the words that the `tokenizers` library turns into ids.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ Token = str | AddedToken
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """named: by name, usual ones first. extra: tokens without a name. added: by id, as in `added_tokens_decoder`."""
+    """Special tokens of a model directory. named: by name, usual ones first. extra: tokens without a name. added: by
+    id, as in `added_tokens_decoder`."""
 
     named: Mapping[str, Token]
     extra: tuple[Token, ...]

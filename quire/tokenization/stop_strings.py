@@ -1,4 +1,4 @@
-"""Search for stop strings in text that arrives in pieces."""
+"""Stop strings in streamed text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class StopMatch(NamedTuple):
-    """Text that may be shown, and the stop string found, if any."""
+    """Result of a push: text that may be shown, and the stop string found, if any."""
 
     text: str
     stop: str | None

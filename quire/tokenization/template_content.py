@@ -1,4 +1,4 @@
-"""Form of messages that a chat template expects, found in its syntax tree, and conversion of messages to it."""
+"""Form of messages that a chat template expects, by its syntax tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IMAGES = ("image", "video")
 
 
 class ImagesRefusedError(Exception):
-    """The template takes message content as one string."""
+    """Error of a message with images: the template takes message content as one string."""
 
 
 def wants_parts(tree: nodes.Template) -> bool:

@@ -1,6 +1,4 @@
-"""Renderer of chat templates, in a helper process (helper_process.py), in Jinja's sandbox, under limits on time and
-memory. It imports only Jinja and msgspec.
-"""
+"""Chat templates rendered in Jinja's sandbox, in a helper process. Imports only Jinja and msgspec."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class ChatTemplateError(jinja2.TemplateError):
 
 
 class ContinuationError(Exception):
-    """The last message cannot be continued."""
+    """Error of `continue_final_message`: the last message cannot be continued."""
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -163,5 +161,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Filter without the HTML escapes of Jinja's own."""
+    """Template filter `tojson`, without the HTML escapes of Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

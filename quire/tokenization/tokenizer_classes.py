@@ -139,7 +139,7 @@ def _bert(backend: tokenizers.Tokenizer, options: Fields, tokens: Tokens) -> Non
 
 
 def _xlm_roberta(backend: tokenizers.Tokenizer, options: Fields, _: Tokens) -> None:
-    """Raises ModelLoadError for a vocabulary whose unknown token is not the fourth."""
+    """Build XLM-RoBERTa's pipeline. Raises ModelLoadError for a vocabulary whose unknown token is not the fourth."""
     state = json.loads(backend.model.__getstate__())
     if state.get("unk_id") != 3 or state.get("byte_fallback"):
         vocabulary = [(piece, score) for piece, score in state["vocab"]]
@@ -152,7 +152,7 @@ def _xlm_roberta(backend: tokenizers.Tokenizer, options: Fields, _: Tokens) -> N
 
 
 def charsmap_of(normalizer: normalizers.Normalizer | None) -> normalizers.Normalizer | None:
-    """Character table of a normalizer or one of its steps."""
+    """Step with a character table, of a normalizer or its steps; None: none."""
     description = {} if normalizer is None else json.loads(normalizer.__getstate__())
     for step in description["normalizers"] if description.get("type") == "Sequence" else [description]:
         if step.get("type") == "Precompiled":

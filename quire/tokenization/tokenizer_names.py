@@ -1,5 +1,4 @@
-"""Tokenizer class that Transformers uses for a directory: the one its files name, unless the model's type overrides
-it."""
+"""Names of the tokenizer classes that Transformers uses."""
 
 from __future__ import annotations
 

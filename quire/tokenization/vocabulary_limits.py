@@ -1,4 +1,4 @@
-"""Limits on number and length of entries in a tokenizer's files, checked before the `tokenizers` library reads them."""
+"""Limits on entries of a tokenizer's files, checked before the library reads them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _STEP_TEXT = re.compile(rb'"(Regex|String|precompiled_charsmap)"\s*:\s*$')
 
 
 def max_values(vocab_size: int | None) -> int:
-    """Maximum values in a file. vocab_size: the model's, if known."""
+    """Maximum values (entries, merges) in a tokenizer's file. vocab_size: the model's, if known."""
     num_tokens = (LARGEST_VOCABULARY if vocab_size is None else vocab_size) + NUM_OTHER_TOKENS
     return min(MAX_TOKENIZER_VALUES, VALUES_PER_TOKEN * num_tokens)
 
 
 def count_values(content: bytes, *, is_text: bool) -> int:
-    """Lower bound of the values in a JSON text, from its commas; for merges.txt (`is_text`), two per line."""
+    """Count before parsing: lower bound of the values in a JSON text, from its commas; for merges.txt (`is_text`), two
+    per line."""
     return 2 * content.count(b"\n") if is_text else content.count(b",")
 
 
@@ -45,7 +46,7 @@ def check_num_values(file: Path, num_values: int, limit: int) -> None:
 
 
 def check_pieces(where: object, pieces: Iterable[str]) -> None:
-    """Raise ModelLoadError for an entry of more than LONGEST_PIECE characters. where: source named in the error."""
+    """Raise ModelLoadError for an entry of more than LONGEST_PIECE characters."""
     longest = max(pieces, key=len, default="")
     if len(longest) > LONGEST_PIECE:
         raise _too_long(where, longest)

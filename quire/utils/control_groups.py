@@ -43,7 +43,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Threads that can always compute: cores of the affinity mask within the quota, at least 1."""
+    """Number of threads that can always compute: cores of the affinity mask within the quota, at least 1."""
     quota = cpu_quota(root)
     cores = envs.affinity_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))

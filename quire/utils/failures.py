@@ -1,4 +1,4 @@
-"""Exception explained in one line, for the user who started the process."""
+"""Exceptions in one line, for users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that serve callers in turns, and a caller's short work before long."""
+"""Threads that serve callers in turns, short work first."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ class Waiting(Protocol):
         ...
 
     def send(self, connection: socket.socket, content: bytes | bytearray | memoryview) -> None:
-        """Raises TimeoutError after the limit."""
+        """Send bytes. Raises TimeoutError after the limit."""
         ...
 
 
 class Deadline:
-    """Moment in `seconds` from now."""
+    """Waiting until a moment, `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds

@@ -23,7 +23,8 @@ _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64 = 4, 5, 6, 7, 8, 9, 1
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """shape: outermost dimension first; whole blocks make up the last. number: type in the format."""
+    """Tensor of a file to write. shape: outermost dimension first; whole blocks make up the last. number: type in the
+    format."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Waiting for another process as long as it computes: a stopped or hanging one is noticed."""
+"""Waiting for another process while it computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Patience:
         self._wait(connection, select.POLLIN)
 
     def send(self, connection: socket.socket, content: bytes | bytearray | memoryview) -> None:
-        """Raises TimeoutError as `apply`."""
+        """Send bytes. Raises TimeoutError as `apply`."""
         view = memoryview(content)
         while view:
             self._wait(connection, select.POLLOUT)

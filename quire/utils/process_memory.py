@@ -14,7 +14,7 @@ def own_memory() -> int:
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system, if the C library can."""
+    """Return freed heap memory to the system, if the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

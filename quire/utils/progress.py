@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal and in notebooks, log lines elsewhere."""
+"""Progress of long work: bars on terminals and in notebooks, else log lines."""
 
 from __future__ import annotations
 

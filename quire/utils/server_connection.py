@@ -1,4 +1,4 @@
-"""HTTP connection from the terminal to a server: certificates, API key, and a clear line for each failure."""
+"""HTTP connection from the terminal to a server, with a clear line for each failure."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class Cells:
 
 
 class Numbers:
-    """Allocator of cells. All processes of a file must allocate equal counts in equal order."""
+    """Allocator of Cells, which processes count together. All processes of a file must allocate equal counts in equal
+    order."""
 
     def __init__(self, memory: mmap.mmap, num_slots: int, slot: int, file: int | None = None) -> None:
         """file: descriptor for the lock; None for memory of one process."""

@@ -122,13 +122,14 @@ class TestCompletion:
             ({"prompt": []}, "prompt must not be empty"),
             ({"prompt": ["a", []]}, "prompt must not be empty"),
             ({"prompt": [1, [2]]}, "prompt must hold token ids and texts, or prompts"),
+            ({"prompt": [1, {"prompt_string": "a"}]}, "prompt must hold token ids and texts, or prompts"),
+            ({"prompt": {"prompt_string": ""}}, "prompt must not be empty"),
+            ({"prompt": {"prompt_string": "a", "multimodal_data": ["b"]}}, "prompt.multimodal_data is not supported"),
             ({"prompt": ["a"] * 65}, "at most 64 prompts"),
-            ({"prompt": ["a", "b" * 300]}, "256"),
             ({"prompt": ["a", "b"], "stream": True}, "cannot be streamed"),
             ({"n_predict": "many"}, "n_predict: expected int"),
             ({"speculative.n_max": -1}, "speculative.n_max"),
             ({"temperature": -1}, "temperature must be"),
-            ({"prompt": "a" * 300}, "256"),
         ],
     )
     async def test_refused(self, served: Served, fields: dict[str, Any], words: str) -> None:
@@ -196,6 +197,40 @@ class TestTheirTests:
 
     def test_a_bias_of_false(self) -> None:
         assert LlamaCompletionRequest(prompt="a", logit_bias=[(5, False)]).biases == [(5, -100.0)]
+
+    async def test_objects_as_prompts(self, served: Served) -> None:
+        text = {"prompt_string": "=abc"}
+        assert (await post(served, "/completion", prompt=text)).json()["content"] == "abc"
+        tokens = (await post(served, "/tokenize", content="=abc", add_special=True)).json()["tokens"]
+        both = (await post(served, "/completion", prompt=[tokens, text])).json()
+        assert [each["content"] for each in both] == ["abc", "abc"]
+
+    @pytest.mark.parametrize("form", ["whole", "stream"])
+    async def test_a_full_context_truncates(self, served: Served, form: str) -> None:
+        for n_predict, truncated in ((8, False), (-1, True)):
+            sent: dict[str, Any] = {"prompt": "x", "n_predict": n_predict, "ignore_eos": True}
+            answer = await post(served, "/completion", stream=form == "stream", **sent)
+            found = events(answer.text)[-1] if form == "stream" else answer.json()
+            assert (found["truncated"], found["stop_type"]) == (truncated, "limit")
+
+    async def test_ignore_eos_biases_the_ends(self, served: Served) -> None:
+        for ignored in (True, False):
+            answer = (await post(served, "/completion", prompt="=abc", ignore_eos=ignored, n_predict=2)).json()
+            biases = answer["generation_settings"]["logit_bias"]
+            assert [each["bias"] for each in biases] == [None] * len(biases)
+            assert bool(biases) is ignored
+            assert answer["generation_settings"]["adaptive_target"] == -1.0
+
+    async def test_a_too_long_prompt(self, served: Served) -> None:
+        for prompt in ("a" * 300, ["a", "b" * 300]):
+            error = (await post(served, "/completion", 400, prompt=prompt)).json()["error"]
+            assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
+            assert "256" in error["message"]
+
+    async def test_models(self, served: Served) -> None:
+        found = (await served.client.get("/models")).json()
+        assert found == (await served.client.get("/v1/models")).json()
+        assert [each["id"] for each in found["data"]] == ["tiny"]
 
     async def test_tokenize_with_pieces(self, served: Served) -> None:
         found = (await post(served, "/tokenize", content="ä", with_pieces=True)).json()["tokens"]
@@ -293,6 +328,7 @@ class TestDoor:
         async with serving(model_path, ServerSettings(served_model_name=["tiny"], api="ollama")) as served:
             for path in ("/completion", "/infill", "/apply-template"):
                 assert (await served.client.post(path, json={"prompt": "a"})).status_code == 404
+            assert (await served.client.get("/models")).status_code == 404
             assert (await served.client.get("/api/tags")).status_code == 200
 
     async def test_keys_pages_and_bad_bodies(self, model_path: Path) -> None:

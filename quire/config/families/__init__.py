@@ -90,7 +90,7 @@ def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def known_values(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Keys and values that the language model's family reads (`keys.honoured`)."""
+    """config.json's keys and values that its language model's family reads (`keys.honoured`)."""
     family = _family_of(values)
     return values if family is None else honoured(values, family, where)
 
@@ -106,8 +106,9 @@ def _family_of(values: Mapping[str, Any]) -> Family | None:
 
 
 def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None = None) -> ModelShape:
-    """Shape of any config.json; for a multimodal model its language model's (`text_config`). where: name in errors
-    (None: `name`). Raises ModelLoadError with the key that is missing, wrong or not supported."""
+    """Shape of any config.json, for planning and simulation; for a multimodal model its language model's
+    (`text_config`). where: name in errors (None: `name`). Raises ModelLoadError with the key that is missing, wrong or
+    not supported."""
     values, key = language_model(values)
     where = ": ".join(filter(None, (where or name, key)))
     return shape_of(known_values(values, where), name, where)

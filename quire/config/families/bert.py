@@ -33,8 +33,7 @@ HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
 
 def _family(model_type: str, heads: tuple[str, ...], base: str, unused_positions: int, num_types: int) -> Family:
-    """Family of BERT-like encoders. num_types: rows of the table of token types, which count with those of
-    positions."""
+    """Description of BERT-like encoders. num_types: rows of the table of token types, added to those of positions."""
     name = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta"}[model_type]
     return Family(
         model_type,

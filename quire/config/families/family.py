@@ -18,7 +18,7 @@ Layer = tuple[AttentionShape, tuple[Matrix, ...], int]
 
 @dataclass(frozen=True)
 class Bias:
-    """Linear layer's bias: the value of `key` in config.json, else `default`."""
+    """Presence of a linear layer's bias: `key` in config.json, else `default`."""
 
     key: str = ""
     default: bool = False
@@ -154,7 +154,7 @@ class Family:
     gguf: GGUFNames | None = None
 
     def read(self, fields: Fields, name: str) -> ModelShape:
-        """Read a shape. Raises ModelLoadError with file and key."""
+        """Read a config.json's shape. Raises ModelLoadError with file and key."""
         hidden = first(fields, *self.hidden_size, maximum=MAX_WIDTH)
         num_layers = first(fields, *self.num_layers, maximum=MAX_LAYERS)
         factor = self.intermediate_factor or (None if self.is_runnable else 4)
@@ -245,7 +245,7 @@ class Family:
         return layer
 
     def _latent(self, fields: Fields, hidden: int, num_heads: int) -> Layer:
-        """Multi-head latent attention; `q_lora_rank` compresses queries too."""
+        """Layer of multi-head latent attention; `q_lora_rank` compresses queries too."""
         rank, rope_dim = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim")
         nope_dim, value_dim = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
         query_rank = fields.optional_integer("q_lora_rank")
@@ -382,7 +382,8 @@ def first(fields: Fields, *keys: str, default: int | None = None, maximum: int =
 
 
 def names(fields: Fields, key: str, num_layers: int, known: tuple[str, ...]) -> list[str] | None:
-    """Layers' names in a list of config.json, each one of `known`; None without the key."""
+    """Kind of each layer (such as "full_attention") from a list of config.json, each one of `known`; None without the
+    key."""
     kinds = fields.values.get(key)
     if kinds is None:
         return None

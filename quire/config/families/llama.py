@@ -36,7 +36,7 @@ LLAMA_VALUES: dict[str, Any] = {
 
 
 def gguf_experts(router: str, expert: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """GGUF_LAYER with experts in place of the MLP. The arguments are names of an expert and of matrices."""
+    """GGUF_LAYER with experts in place of the MLP. Arguments: Hugging Face's names of router, expert and matrices."""
     return {name: place for name, place in GGUF_LAYER.items() if not place.startswith("mlp.")} | {
         "ffn_gate_inp": router,
         "ffn_gate_exps": f"{expert}.{gate}",

@@ -99,7 +99,8 @@ TRACES = ("otlp_traces_endpoint", "collect_detailed_traces")
 
 
 def finish(options: dict[str, Any]) -> dict[str, Any]:
-    """Add options that follow from others: a bare number of `swap_space` (GiB, as in older vLLM) turns swapping on."""
+    """Translated options with those that follow from others: a bare number of `swap_space` (GiB, as in older vLLM)
+    turns swapping on."""
     space = options.get("swap_space")
     is_bare = isinstance(space, int | float) and not isinstance(space, bool)
     if is_bare and not options.keys() & {"preemption_mode", "kv_offload_dir"}:

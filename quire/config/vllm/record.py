@@ -1,5 +1,3 @@
-"""VllmFlag: one flag of `vllm serve`, the form of its value and its effect here."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -20,9 +18,9 @@ auto or -1. texts, ints: one or more values. appended: a text; the flag may be r
 
 @dataclass(frozen=True)
 class VllmFlag:
-    """Flag of vLLM; with `is_keyword` also a keyword of its `LLM`. fate: MEANT, NOTED or REFUSED. target: field of
-    EngineOptions or ServerSettings that gets the value; None if the flag asks for what always holds. why: difference in
-    meaning, or reason. short: other spellings. values: vLLM's value -> ours. known: the only values that reach the
+    """Flag of `vllm serve`; with `is_keyword` also a keyword of its `LLM`. fate: MEANT, NOTED or REFUSED. target: field
+    of EngineOptions or ServerSettings that gets the value; None if the flag asks for what always holds. why: difference
+    in meaning, or reason. short: other spellings. values: vLLM's value -> ours. known: the only values that reach the
     target; others are noted. harmless: values that pass silently."""
 
     name: str
@@ -42,20 +40,20 @@ class VllmFlag:
 
 
 def to(name: str, kind: str, target: str = "", why: str = "", **more: Any) -> VllmFlag:
-    """Flag with its meaning. target: our name, if different."""
+    """Entry of a flag with its meaning. target: our name, if different."""
     return VllmFlag(name, kind, MEANT, target or name, why, **more)
 
 
 def so(name: str, kind: str, why: str, *harmless: Any, **more: Any) -> VllmFlag:
-    """Flag that asks for what always holds. harmless: values that fit; others are noted."""
+    """Entry of a flag that asks for what always holds. harmless: values that fit; others are noted."""
     return VllmFlag(name, kind, MEANT, None, why, harmless=harmless, **more)
 
 
 def noted(name: str, kind: str, why: str, *harmless: Any, **more: Any) -> VllmFlag:
-    """A flag without effect on the answers."""
+    """Entry of a flag without effect on answers."""
     return VllmFlag(name, kind, NOTED, None, why, harmless=harmless, **more)
 
 
 def refused(name: str, kind: str, why: str, *harmless: Any, **more: Any) -> VllmFlag:
-    """Flag whose effect is not available. harmless: its default, mostly."""
+    """Entry of a flag that raises ConfigError, as its effect is not available. harmless: its default, mostly."""
     return VllmFlag(name, kind, REFUSED, None, why, harmless=harmless, **more)

@@ -1,5 +1,3 @@
-"""Live page and API page: each an HTML document of files here, with Content-Security-Policy."""
-
 from __future__ import annotations
 
 import base64
@@ -36,12 +34,12 @@ class Page:
 
 
 def load_page() -> Page:
-    """Live page, the same for all servers."""
+    """Live page of `GET /`, the same for all servers."""
     return _join("index.html", "style.css", SCRIPTS)
 
 
 def load_reference() -> Page:
-    """Page that shows /openapi.json."""
+    """API page: it shows /openapi.json."""
     return _join("reference.html", "reference.css", ("reference.js",))
 
 

@@ -37,7 +37,7 @@ def halves(blocks: Bytes, start: int) -> Floats:
 
 
 def split_halves(packed: Bytes) -> Bytes:
-    """[n, w] -> [n, 2 w], w a multiple of 8: low nibbles of all bytes, then high nibbles."""
+    """[n, w] -> [n, 2 w], w a multiple of 8: low nibbles of all bytes, then high ones."""
     words = packed.view("<u8")
     count, width = words.shape
     out = np.empty((count, 2 * width), dtype="<u8")

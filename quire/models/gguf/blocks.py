@@ -97,7 +97,7 @@ def _q6_k(blocks: Bytes) -> Parts:
 
 
 def _quarters(packed: Bytes) -> Bytes:
-    """[n, 64] -> [n, 256]: per 32 bytes, the lowest bit pairs, then the next, and so on."""
+    """[n, 64] -> [n, 256]: bit pairs of each 32 bytes, lowest first."""
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     return (packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 256)
 

@@ -1,6 +1,5 @@
-"""Encoding of weights as GGUF blocks, the inverse of `quire.models.gguf.blocks`. A type's encoder takes blocks and
-weights of their errors, [B, values] float32, and returns [B, bytes of a block] uint8. Scales are searched
-(`quire.models.gguf.fits`) and rounded as stored."""
+"""Encoding as GGUF blocks, the inverse of blocks.py. Encoders map blocks and weights of their errors, [B, values]
+float32, to [B, bytes] uint8. Scales are searched (fits.py) and rounded as stored."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ _TABLE = torch.from_numpy(NONLINEAR).float()
 def encode(
     rows: torch.Tensor, type_name: str, importance: torch.Tensor | None = None, pool: Executor | None = None
 ) -> Bytes:
-    """Encode rows [N, K] of any floating dtype -> [N, bytes of a row]. importance: [K] float32, weight of each column's
-    error (mean square of its inputs); None: equal. pool: runs the work. Raises ModelLoadError for infinities, NaN, and
-    values outside the format."""
+    """Encode a matrix for `write_gguf`: rows [N, K] of any floating dtype -> [N, bytes of a row]. importance: [K]
+    float32, weight of each column's error (mean square of its inputs); None: equal. pool: runs the work. Raises
+    ModelLoadError for infinities, NaN, and values outside the format."""
     block, encoder = TYPES[type_name], _ENCODERS[type_name]
     num_rows, columns = rows.shape
     out = np.empty((num_rows, columns // block.values * block.num_bytes), dtype=np.uint8)
@@ -79,7 +78,7 @@ def _q5_k(x: torch.Tensor, counts: torch.Tensor | None) -> Bytes:
 
 
 def _affine_blocks(x: torch.Tensor, counts: torch.Tensor | None, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First 16 bytes of blocks of eight groups of 32, and codes [B, 256] uint8."""
+    """First 16 bytes of Q4_K and Q5_K blocks, [B, 16], and codes [B, 256] uint8."""
     groups = x.reshape(-1, 32)
     weights = _weights(x, counts, 32)
     found = fit_affine(groups, weights, most, is_positive=True)

@@ -13,14 +13,14 @@ TINY = 1e-30
 
 
 class Affine(NamedTuple):
-    """scales, offsets: [M] float32; x is about scale * code - offset."""
+    """Fit of M groups. scales, offsets: [M] float32; x is about scale * code - offset."""
 
     scales: torch.Tensor
     offsets: torch.Tensor
 
 
 def fit_affine(x: torch.Tensor, weights: torch.Tensor, most: int, *, is_positive: bool) -> Affine:
-    """Fit codes from 0 to `most`. x, weights: [M, G] float32. is_positive: offsets must not be negative."""
+    """Fit groups' codes from 0 to `most`. x, weights: [M, G] float32. is_positive: offsets must not be negative."""
     low, high = x.amin(1), x.amax(1)
     if is_positive:
         low = low.clamp(max=0.0)
@@ -77,7 +77,7 @@ def _least_squares(
 
 
 def fit_symmetric(x: torch.Tensor, weights: torch.Tensor, half: int) -> torch.Tensor:
-    """Scales [M], of either sign, for codes from -half to half - 1."""
+    """Fitted scales [M], of either sign, for codes from -half to half - 1."""
     largest = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0]
     best, most = torch.zeros_like(largest), torch.full_like(largest, -1.0)
     starts = [-half - 0.1 * step for step in range(-STRETCHES // 2, STRETCHES // 2 + 1)]
@@ -92,7 +92,7 @@ def fit_symmetric(x: torch.Tensor, weights: torch.Tensor, half: int) -> torch.Te
 
 
 def fit_table(x: torch.Tensor, weights: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Scales [M], of either sign, for codes that index an ascending table of integers."""
+    """Fitted scales [M], of either sign, for codes that index an ascending table of integers."""
     first, last = float(table[0]), float(table[-1])
     by_half = table[nearest(torch.arange(2 * first, 2 * last + 1) / 2, table)]  # faster to look up than to search
 
@@ -118,7 +118,7 @@ def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def _stronger(
     values: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, best: torch.Tensor, most: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Better scale of the best so far and the fit for `values`, and its gain: reduction of the squared error."""
+    """Better scale, [M], of the best so far and the fit for `values`, and its gain: reduction of the squared error."""
     weighted = weights * values
     sum_xq, sum_qq = (weighted * x).sum(1), (weighted * values).sum(1).clamp(min=TINY)
     gain = sum_xq * sum_xq / sum_qq

@@ -1,5 +1,4 @@
-"""Exact unpacking of GGUF's IQ and TQ block formats, as in `quire.models.gguf.blocks`. Most formats hold codebook
-indices (`quire.models.gguf.codebooks`) and signs."""
+"""Exact unpacking of GGUF's IQ and TQ blocks, like blocks.py. Most hold codebook indices (codebooks.py) and signs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Importance matrices of llama.cpp's tools: per matrix, the mean square of each input column over some text. Files are
-GGUF (tensors `NAME.in_sum2` and `NAME.counts`) or the older format: number of matrices, then per matrix name's length,
-name, numbers of calls and columns, float32 sums over the calls."""
+GGUF (tensors `NAME.in_sum2` and `NAME.counts`) or an older binary format."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 
 def read_importance(path: Path) -> Importance:
-    """Read a file. Raises ModelLoadError naming it for another format, a broken file, or invalid numbers."""
+    """Read an importance matrix for `quire quantize`. Raises ModelLoadError naming it for another format, a broken
+    file, or invalid numbers."""
     try:
         with path.open("rb") as file:
             is_gguf = file.read(len(MAGIC)) == MAGIC
@@ -91,8 +91,8 @@ def _read_older(path: Path) -> Importance:
 
 
 def by_tensor(means: Mapping[str, torch.Tensor], places: Mapping[str, TensorPlace]) -> Importance:
-    """Rename importance to the tensors' names in the GGUF file. means: by Hugging Face's names. A matrix without data
-    in a stack gets zeros."""
+    """Rename measured importance to the GGUF file's tensor names. means: by Hugging Face's. A matrix without data in a
+    stack gets zeros."""
     known = {places[source].name: means[source] for source in means}
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in known}
     for source, place in places.items():

@@ -28,7 +28,8 @@ from quire.utils.gguf_writer import GGUFWriter, PlannedTensor, Value
 
 @dataclass(frozen=True)
 class Recipe:
-    """mix: name of `MIXES`. importance: per column; None: equal. importance_from: its file, for errors."""
+    """Types and importance for `quire quantize`. mix: name of `MIXES`. importance: per column; None: equal.
+    importance_from: its file, for errors."""
 
     mix: str
     importance: Importance | None = None
@@ -36,7 +37,7 @@ class Recipe:
 
 
 def open_weights(config: ModelConfig) -> tuple[ModelConfig, WeightFiles]:
-    """Weights of a directory, and the configuration with the head that they have. Raises ModelLoadError."""
+    """Weights of a directory to quantize, and the configuration with the head that they have. Raises ModelLoadError."""
     files = find_weights(config.path, "auto")
     if not isinstance(files, WeightFiles):
         raise ModelLoadError(
@@ -73,8 +74,8 @@ def write_gguf(
     report: Progress,
     num_threads: int,
 ) -> Counter[str]:
-    """Write the file. output: path and extra metadata. check: called with the file once its header is written; raises
-    if that is wrong. Returns bytes by type. Raises ModelLoadError and UserError."""
+    """Write the file of `quire quantize`. output: path and extra metadata. check: called with the file once its header
+    is written; raises if that is wrong. Returns bytes by type. Raises ModelLoadError and UserError."""
     path, more = output
     planned = plan_tensors(config, description, recipe)
     by_name = {tensor.name: tensor for tensor in planned}

@@ -41,7 +41,7 @@ class _Part:
 
 
 def packed_weight_bytes(file: GGUFFile, model: ModelConfig) -> int:
-    """Bytes of all weights in memory. file: the model's, open or closed."""
+    """Bytes of all weights in memory, for the plan before loading. file: the model's, open or closed."""
     layout = head_layout(file)
     matrices: dict[str, list[_Part]] = {}
     total = 0

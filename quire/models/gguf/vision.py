@@ -39,7 +39,8 @@ _IN_THREE = re.compile(r"(v\.blk\.\d+\.attn_)q(\.\w+)")
 
 
 def tower_tensors(path: Path, config: VisionConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the file by slot names of VisionTower. Raises ModelLoadError for unknown tensors."""
+    """Tensors of a tower's GGUF file by slot names of VisionTower, at load. Raises ModelLoadError for unknown
+    tensors."""
     with GGUFFile(path) as file:
         names = _names(config, is_swapped=_is_swapped(file, config))
         for name, entry in file.tensors.items():

@@ -308,7 +308,8 @@ heads."""
 
 
 def read_gguf_matrices(path: Path, heads: tuple[int, int]) -> dict[str, dict[str, torch.Tensor]]:
-    """A and B by Hugging Face's module name. heads: model's query and key heads. Raises ModelLoadError."""
+    """An adapter file's A and B by Hugging Face's module name. heads: model's query and key heads. Raises
+    ModelLoadError."""
     with GGUFFile(path) as file:
         adapter = read_gguf_adapter(file)
         found = {}

@@ -68,6 +68,7 @@ NOTED = frozenset(
 """Fields about slots, their cache and the order of samplers."""
 IDLE = frozenset(
     {
+        "adaptive_decay",
         "dry_allowed_length",
         "dry_base",
         "dry_penalty_last_n",
@@ -165,10 +166,18 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
         return found | {"prompt": prompt, "return_token_ids": True}
 
 
+class LlamaPromptText(RequestStruct, kw_only=True, frozen=True):
+    """Prompt as an object, which llama.cpp has for media."""
+
+    prompt_string: str
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {"multimodal_data": ([],)}
+
+
 class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
     """prompt: text, token ids, both, or a list of these."""
 
-    prompt: str | list[TokenId | str | list[TokenId | str]]
+    prompt: str | LlamaPromptText | list[TokenId | str | LlamaPromptText | list[TokenId | str]]
 
     def __post_init__(self) -> None:
         prompts = self.prompts
@@ -182,13 +191,12 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
     @property
     def prompts(self) -> list[LlamaPromptParts]:
         """All prompts; a list with a token id is one."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not any(isinstance(part, int) for part in self.prompt):
-            return self.prompt  # type: ignore[return-value]
-        if any(isinstance(part, list) for part in self.prompt):
+        given = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        if not any(isinstance(part, int) for part in given):
+            return [part.prompt_string if isinstance(part, LlamaPromptText) else part for part in given]  # type: ignore[misc]
+        if any(isinstance(part, list | LlamaPromptText) for part in given):
             raise UserError("prompt must hold token ids and texts, or prompts", param="prompt")
-        return [self.prompt]  # type: ignore[list-item]
+        return [given]  # type: ignore[list-item]
 
 
 class LlamaExtra(msgspec.Struct, frozen=True):
@@ -250,7 +258,7 @@ class LlamaProbability(msgspec.Struct, kw_only=True):
 
 class LlamaResponse(msgspec.Struct, kw_only=True):
     """Answer or streamed piece. stop_type: eos, limit, word or none. tokens_cached, tokens_evaluated: prompt tokens.
-    has_new_line: the text has one."""
+    has_new_line: the text has one. truncated: the context is full."""
 
     index: int = 0
     content: str

@@ -42,7 +42,7 @@ class ResponseTool(msgspec.Struct, frozen=True):
             raise UserError("the tools of a namespace must be of type 'function'", param="tools")
 
     def to_chat(self) -> list[dict[str, Any]]:
-        """Functions shown to the model."""
+        """Functions for the chat completion that show this tool to the model."""
         if self.tools is not UNSET:
             assert self.name is not None
             members = [msgspec.structs.replace(tool, name=flat_name(self.name, tool.name or "")) for tool in self.tools]

@@ -42,7 +42,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     triggers: list[str] | None = None
 
     def to_options(self) -> dict[str, Any]:
-        """Fields of StructuredOutputsParams; empty: any text."""
+        """Constraint as fields of StructuredOutputsParams; empty: any text."""
         if self.schema is not None and (
             self.type not in ("json_object", "json_schema") or self.json_schema is not None
         ):

@@ -79,7 +79,7 @@ class AllowedTools(msgspec.Struct, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """Function by name, or allowed functions."""
+    """Field `tool_choice` as an object: a function by name, or allowed functions."""
 
     type: str = "function"
     function: NamedFunction | None = None
