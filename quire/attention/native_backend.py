@@ -22,7 +22,7 @@ Inputs: TypeAlias = tuple[Buffer, Buffer, Buffer, Buffer]
 
 class NativeAttention:
     """Pool's memory for recorded kernels, and the plan of each step. pages[j]: [num_blocks, page bytes] uint8.
-    cache_dtype: a key of CACHE_TYPES. num_heads: query heads per layer. num_threads: of the kernels' pool. dealt: ranks
+    cache_dtype: a key of CACHE_TYPES. num_heads: query heads per layer. num_threads: the kernels' pool's. dealt: ranks
     that share tokens, in layers whose spec says so (None: no layer)."""
 
     def __init__(

@@ -19,8 +19,8 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 
 class Attention:
-    """Grouped-query self-attention with fused query, key and value projections; ranks share the heads. shape: of the
-    whole layer. norm, norm_epsilon: head norms of queries and keys (None: none). has_sinks: a learned score per head
+    """Grouped-query self-attention with fused query, key and value projections; ranks share the heads. shape: the whole
+    layer's. norm, norm_epsilon: head norms of queries and keys (None: none). has_sinks: a learned score per head
     without a value. Raises ConfigError for heads that the back end does not support."""
 
     def __init__(

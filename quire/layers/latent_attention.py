@@ -36,9 +36,9 @@ EXPANDED_HEADS = 16
 class LatentHeads:
     """Latent heads of a layer, over all ranks. rank: size of compressed keys and values. nope_dim, rope_dim: unrotated
     and rotated elements of a head's query. value_dim: size of a head's result. query_rank: size of compressed queries
-    (None: uncompressed). scale: factor of scores. bias: of projections, except of uncompressed queries. interleaved:
-    the checkpoint stores rotated pairs side by side. expansion_apart: expansion matrices per head, transposed for keys
-    (GGUF)."""
+    (None: uncompressed). scale: factor of scores. bias: projections have biases, except of uncompressed queries.
+    interleaved: the checkpoint stores rotated pairs side by side. expansion_apart: expansion matrices per head,
+    transposed for keys (GGUF)."""
 
     num_heads: int
     rank: int

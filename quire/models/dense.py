@@ -47,9 +47,9 @@ class BlockNorms:
 class DenseStyle:
     """Computation of a family's decoder; defaults are LLaMA's. norms, norm: names and class of a layer's norms.
     attention_scale: factor of q·k (None: 1 / sqrt(head_dim)). attention_cap, logits_cap: soft caps (None: off).
-    embedding_factor, residual_factor, logits_factor: of embeddings, of a block's result, and of logits. activation:
-    MLP's (None: `hidden_act`). head_norm: of query and key heads in rotated layers (None: see the family).
-    length_scale: of queries in layers without rotation. make_mlp: replaces the MLP."""
+    embedding_factor, residual_factor, logits_factor: factors of embeddings, of a block's result, and of logits.
+    activation: MLP's (None: `hidden_act`). head_norm: norm of query and key heads in rotated layers (None: see the
+    family). length_scale: scale of queries in layers without rotation. make_mlp: replaces the MLP."""
 
     norms: BlockNorms = BlockNorms()
     norm: type[RMSNorm] = RMSNorm

@@ -112,7 +112,7 @@ class NativeModel:
         expansion_rule: ExpansionRule | None = None,
         weight_bytes: int | None = None,
     ) -> None:
-        """expansion_rule: of a model that expands prompts, else None. weight_bytes: of a file with mixed formats; None:
+        """expansion_rule: rule if the model expands prompts. weight_bytes: size of a file with mixed formats; None:
         from the model's formats."""
         self._model = model
         self._weight_bytes = weight_bytes

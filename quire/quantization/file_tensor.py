@@ -14,8 +14,8 @@ ReadSlice = Callable[[int, int, int], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class FileTensor:
-    """Tensor in a checkpoint's file, for loading shares of it. shape: the whole tensor. dtype: as stored. Reading may
-    raise ModelLoadError, and is possible until the next tensor of the file is asked for."""
+    """Tensor in a checkpoint's file, for loading shares of it. shape: the whole tensor. dtype: stored dtype. Reading
+    may raise ModelLoadError, and is possible until the next tensor of the file is asked for."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -18,7 +18,7 @@ Parameters: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """Sizes of this rank's matrix. dtype: of activations and plain weights. activation: name in
+    """Sizes of this rank's matrix. dtype: type of activations and plain weights. activation: name in
     `kernels/activation.py`, applied to the results, or None. gated: the matrix has gate rows above up rows, and the
     result is activation(gate) * up."""
 

@@ -57,8 +57,8 @@ class AttentionPlans:
     """Native plans of the KV groups with keys and values, set before each step's programs."""
 
     def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int, deal: Deal = ALL_TOKENS) -> None:
-        """num_heads: query heads per layer. num_threads: of the pool that runs the plans. deal: tokens that this rank
-        keeps in dealt groups, where it attends with all ranks' heads."""
+        """num_heads: query heads per layer. num_threads: threads that run the plans. deal: tokens that this rank keeps
+        in dealt groups, where it attends with all ranks' heads."""
         self.plans = []
         for group in layout.token_groups:
             spec = group.spec

@@ -100,7 +100,7 @@ class Tiles:
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
     """Run of the split kernel. tokens: maximum new tokens of its sequences. num_programs: per sequence and key head;
-    capacity: as many splits, in the scratch. min_keys: of a split."""
+    capacity: splits, in the scratch. min_keys: a split's minimum."""
 
     tiles: Tiles
     tokens: int
