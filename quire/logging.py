@@ -1,4 +1,4 @@
-"""Logging to standard error: one logger tree under `quire`, one line a record, as text or JSON."""
+"""Logging to standard error: one logger tree, one line a record, as text or JSON."""
 
 from __future__ import annotations
 

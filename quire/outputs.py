@@ -1,4 +1,4 @@
-"""Outputs of the engine core (SequenceUpdate) and of the user's API (RequestOutput, CompletionOutput)."""
+"""Outputs of the engine core (SequenceUpdate) and of the user's API."""
 
 from __future__ import annotations
 
