@@ -1,4 +1,4 @@
-"""Time as an argument: the engine core and the scheduler never read `time` themselves."""
+"""Time as an argument: engine core and scheduler never read `time` themselves."""
 
 from __future__ import annotations
 

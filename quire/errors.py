@@ -98,7 +98,7 @@ class EngineDeadError(QuireError):
         self.error_id = error_id or new_error_id()
 
     def again(self) -> EngineDeadError:
-        """Exception for a further caller: each raise needs a traceback of its own."""
+        """See QuireError.again: each raise needs its own traceback."""
         return EngineDeadError(str(self), summary=self.summary, error_id=self.error_id)
 
 

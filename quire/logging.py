@@ -1,4 +1,4 @@
-"""Logging to standard error: one logger tree under `quire`, one line a record, as text or JSON."""
+"""Logging to standard error: one logger tree, one line a record, as text or JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def configure_logging(level: str | None = None) -> None:
 
 
 def set_log_format(name: str) -> None:
-    """Set the log format ("text" or "json") of this process and its later children."""
+    """Set the log format, see `envs.keep_log_format`."""
     envs.keep_log_format(name)
     for handler in logging.getLogger("quire").handlers:
         handler.setFormatter(_make_formatter())

@@ -1,4 +1,4 @@
-"""Outputs of the engine core (SequenceUpdate) and of the user's API (RequestOutput, CompletionOutput)."""
+"""Outputs of the engine core (SequenceUpdate) and of the user's API."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RequestTiming(msgspec.Struct, array_like=True):
 
 
 class Logprob(msgspec.Struct):
-    """One alternative at a position: its log-probability, 1-based rank in the vocabulary, and text."""
+    """One alternative: its log-probability, 1-based rank in the vocabulary, and text."""
 
     logprob: float
     rank: int | None = None

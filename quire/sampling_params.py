@@ -170,9 +170,9 @@ class SamplingParams(
     skip_reading_prefix_cache: bool | None = None
     """Compute the whole prompt, even if the prefix cache has a part of it."""
     spaces_between_special_tokens: bool = True
-    """vLLM's option, without effect."""
+    """Without effect."""
     skip_clone: bool = False
-    """vLLM's option, without effect."""
+    """Without effect."""
     extra_args: dict[str, Any] | None = None
     """Arguments of the engine's logits processors."""
     flat_logprobs: bool | None = False

@@ -1,5 +1,5 @@
-"""Features that a client computed of an image itself (`image_embeds`), read and checked. Over HTTP they are
-`torch.save` files in base64, read without torch or a pickle's code."""
+"""Images' features that clients send (`image_embeds`): over HTTP `torch.save` files in base64, read without torch or a
+pickle's code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prompts of models whose chat templates write one token where an image begins (Gemma 3): the tokens around an
-image."""
+"""Prompts of models whose chat templates write one token where an image begins (Gemma 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processing of pixels for a vision encoder: resizing, patches, normalization.
+"""Pixels for a vision encoder: resizing, patches, normalization.
 
 Processors come from preprocessor_config.json; results equal Transformers' with Pillow bit for bit.
 """

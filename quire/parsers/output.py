@@ -25,7 +25,7 @@ class CallPiece(msgspec.Struct):
 
 
 class OutputDelta(msgspec.Struct):
-    """New output since the last delta, for the server. Joined deltas give the whole reasoning, content and calls."""
+    """New output since the last delta. Joined deltas give the whole reasoning, content and calls."""
 
     reasoning: str = ""
     content: str = ""

@@ -1,4 +1,4 @@
-"""Platform's part of the sampler: one method for each pass."""
+"""Interface of the sampler's kernels, one method a pass."""
 
 from __future__ import annotations
 

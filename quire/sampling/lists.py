@@ -26,8 +26,7 @@ class Entries(NamedTuple):
 
 
 class RowLists:
-    """Token lists (biases, bans, allowed tokens) of `num_rows` rows. Sequences of one request share list objects, which
-    are converted and stored once."""
+    """Token lists (biases, bans, allowed tokens) of `num_rows` rows."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows

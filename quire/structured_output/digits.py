@@ -1,5 +1,5 @@
-"""Regular expressions, in Rust's syntax, for the integers and numbers between two bounds. llguidance reads bounds as
-doubles: integers above 2^53 change, -2^63 ends its process."""
+"""Rust's regular expressions for numbers between two bounds. llguidance reads bounds as doubles: integers above 2^53
+change, -2^63 ends its process."""
 
 from __future__ import annotations
 

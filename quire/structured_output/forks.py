@@ -1,4 +1,4 @@
-"""Forks of the fork server: they end with it, collect no garbage, and work on a thread with the requested stack."""
+"""Forks of the fork server, which end with it and collect no garbage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of StructuredOutputsParams to a grammar's text for llguidance."""
+"""StructuredOutputsParams to a grammar's text for llguidance."""
 
 from __future__ import annotations
 

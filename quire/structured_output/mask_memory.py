@@ -1,5 +1,5 @@
 """Memory shared by engine core and mask process: a board with the process's current work, and a slot per matcher's
-mask; and a thread's scratch memory."""
+mask."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Mask process: a fork of the fork server that compiles rehearsed grammars and makes an engine's masks, in shared
-memory. The engine core sends a message a step (`MaskWork`) and gets answers (`Done`)."""
+memory."""
 
 from __future__ import annotations
 

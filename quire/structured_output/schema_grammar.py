@@ -1,5 +1,4 @@
-"""Conversion of a normal JSON schema for llguidance: a schema, or rules in Lark's syntax around numbers that llguidance
-would change."""
+"""Normal JSON schema for llguidance: a schema, or Lark rules around numbers that llguidance would change."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Order of rehearsals. A text first gets a short try, then longer ones, each in its own lane, where clients take
-turns."""
+"""Order of rehearsals: first a short try, then longer ones, each in its own lane, where clients take turns."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Conversation in all APIs' common form: messages of parts, tools, and other inputs of the chat template. Only
-`messages_of` makes messages and refuses invalid parts."""
+"""Conversation in all APIs' common form: messages, tools, and other template inputs. Only `messages_of` makes messages
+and refuses invalid parts."""
 
 from __future__ import annotations
 

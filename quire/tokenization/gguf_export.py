@@ -1,6 +1,5 @@
-"""Export of a tokenizer to GGUF, the inverse of `quire.tokenization.gguf`.
-
-Byte-level BPE is written with its merges and its rule's name, a sentencepiece model with scores.
+"""Export of a tokenizer to GGUF, the inverse of gguf.py: byte-level BPE with merges and its rule's name, a
+sentencepiece model with scores.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Helper process that renders chat templates, tokenizes long texts and reads large request bodies. Helpers (helpers.py)
-starts it; it ends with its parent."""
+"""Helper process: renders chat templates, tokenizes long texts, reads large request bodies (pool: helpers.py). It ends
+with its parent."""
 
 from __future__ import annotations
 

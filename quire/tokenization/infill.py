@@ -1,7 +1,4 @@
-"""Infilling: prompts for models trained to write the text between a prefix and a suffix.
-
-A tokenizer with a family's special tokens belongs to it.
-"""
+"""Infilling: prompts for models trained to write the text between a prefix and a suffix."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Messages to and from helper processes. A frame of bytes follows a Render (messages), a Read (body) and a Read's
-answer."""
+"""Messages to and from helper processes. Bytes follow a Render (messages), a Read (body) and its answer."""
 
 from __future__ import annotations
 

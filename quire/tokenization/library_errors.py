@@ -1,4 +1,4 @@
-"""Errors of the `tokenizers` library while files are read, as errors of this package."""
+"""Errors of the `tokenizers` library as errors of this package."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Text of single tokens: the decoder's output for a token in the middle of a text.
-
-Kinds of decoder:
-- byte level (GPT-2, OPT, LLaMA 3, Qwen): a token is a string of bytes, a text the bytes of its tokens;
-- local (sentencepiece-like, WordPiece, none): a token is a string or, with byte fallback, one byte; only a text's first
-  token may differ;
-- any other: only whole sequences can be decoded.
+"""Text of single tokens: the decoder's output for a token in the middle of a text. Kinds of decoder: byte level (GPT-2,
+OPT, LLaMA 3, Qwen), local (sentencepiece-like, WordPiece, none; only a text's first token may differ), any other (only
+whole sequences can be decoded).
 """
 
 from __future__ import annotations

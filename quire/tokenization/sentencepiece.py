@@ -1,7 +1,6 @@
 """Sentencepiece tokenizers, from `tokenizer.model` or a GGUF file.
 
 Kinds: BPE (LLaMA 2, Gemma; piece_merges.py); Unigram (T5) takes the pieces with the highest sum of scores.
-`TextPreparation` makes the words that the `tokenizers` library turns into ids.
 """
 
 from __future__ import annotations

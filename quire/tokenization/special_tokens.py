@@ -73,8 +73,7 @@ def read_special_tokens(
 ) -> SpecialTokens:
     """Special tokens of the directory `path`.
 
-    config: tokenizer_config.json. kind: class that builds the tokenizer. backend: tokenizer.json's tokenizer, if any.
-        Raises ModelLoadError.
+    config: tokenizer_config.json. kind: tokenizer's class. backend: tokenizer.json's, if any. Raises ModelLoadError.
     """
     values = dict(config)
     if _OLD_EXTRA in values and not values.get(_EXTRA):

@@ -48,7 +48,7 @@ class CompiledTemplate(NamedTuple):
 
 
 class TemplateRenderer:
-    """Renderer of one tokenizer's templates, compiled on first use, with the names that Transformers puts in scope."""
+    """Renderer of one tokenizer's templates, compiled on first use, with Transformers' names in scope."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup

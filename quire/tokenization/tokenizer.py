@@ -1,4 +1,4 @@
-"""Conversion of text to token ids and back, over the `tokenizers` library."""
+"""Text to token ids and back, over the `tokenizers` library."""
 
 from __future__ import annotations
 

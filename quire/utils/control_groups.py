@@ -1,4 +1,4 @@
-"""Linux control groups (v1 or v2) of this process, and their CPU limits."""
+"""Linux control groups (v1, v2) of this process, and their CPU limits."""
 
 from __future__ import annotations
 

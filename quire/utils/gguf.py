@@ -1,5 +1,5 @@
 """GGUF reader: header, metadata and table of tensors, without torch or numpy. Files may be hostile: every fault is a
-ModelLoadError, nothing is read outside the file, and the limits below bound the work."""
+ModelLoadError, and the limits below bound the work."""
 
 from __future__ import annotations
 

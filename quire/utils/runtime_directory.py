@@ -77,7 +77,7 @@ class RuntimeDirectory:
 
 
 def sweep(parent: Path) -> None:
-    """Remove directories of dead engines, at an engine's start. Those of other users stay."""
+    """Remove directories of dead engines. Those of other users stay."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

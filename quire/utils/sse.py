@@ -1,4 +1,4 @@
-"""Server-sent events from a byte stream, by the HTML standard (data fields only)."""
+"""Server-sent events of a byte stream (data fields only)."""
 
 from __future__ import annotations
 
