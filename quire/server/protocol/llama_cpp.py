@@ -191,12 +191,12 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
     @property
     def prompts(self) -> list[LlamaPromptParts]:
         """All prompts; a list with a token id is one."""
-        given = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        given: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if not any(isinstance(part, int) for part in given):
-            return [part.prompt_string if isinstance(part, LlamaPromptText) else part for part in given]  # type: ignore[misc]
+            return [part.prompt_string if isinstance(part, LlamaPromptText) else part for part in given]
         if any(isinstance(part, list | LlamaPromptText) for part in given):
             raise UserError("prompt must hold token ids and texts, or prompts", param="prompt")
-        return [given]  # type: ignore[list-item]
+        return [given]
 
 
 class LlamaExtra(msgspec.Struct, frozen=True):
