@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from quire.config.media import MediaSize
 from quire.errors import ConfigError, UserError
-from quire.multimodal.processors import QwenProcessor, SquareProcessor
+
+if TYPE_CHECKING:
+    from quire.multimodal.processors import QwenProcessor, SquareProcessor
 
 NO_LIMIT = 2**32
 OPTION = "limit_mm_per_prompt"
@@ -30,6 +33,8 @@ def sides(size: MediaSize, max_pixels: int) -> tuple[int, int]:
 
 def image_limit(processor: QwenProcessor | SquareProcessor, size: MediaSize) -> int:
     """Tokens of an image of the size; NO_LIMIT if the model has none as large. Raises ConfigError."""
+    from quire.multimodal.processors import SquareProcessor  # imports NumPy
+
     if not size.has_sides or isinstance(processor, SquareProcessor):
         return NO_LIMIT
     height, width = sides(size, processor.max_pixels)
