@@ -51,7 +51,8 @@ def request_running(server: Process) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("request_running")
-def test_once(server: Process, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once(server: Process, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")  # pytest-xdist sets it to 80
     assert main(["top", server.url + "/", "--once", "--api-key", KEY]) == 0
     printed = capsys.readouterr().out
     assert "Quire tiny" in printed
