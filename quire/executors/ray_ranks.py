@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -71,6 +72,8 @@ class RayRanks(RankCalls):
         self._events: queue.SimpleQueue[tuple[int, Future[bytes] | None]] = queue.SimpleQueue()
         self._actors: list[Any] = []
         self._hosts: list[RankHost] = []
+        self._asked: list[deque[Future[bytes]]] = [deque() for _ in range(self._num_ranks)]
+        """Answers of each rank that have not come, or not before an earlier one."""
         self._errors: dict[int, BaseException] = {}
         self._placement: Any = None
         self._has_connected = _connect(self._num_ranks * device.num_threads)
@@ -88,7 +91,7 @@ class RayRanks(RankCalls):
             ray.get(begun)
             self._pulses += [RayPulse(actor) for actor in self._actors]
             for rank, actor in enumerate(self._actors):
-                self._await(rank, actor.live.options(concurrency_group="live").remote())
+                self._await(rank, actor.live.options(concurrency_group="live").remote().future())
             self._reader.start()
             self.call(JOIN, config)
         except BaseException as error:
@@ -124,10 +127,12 @@ class RayRanks(RankCalls):
 
     def _send(self, message: bytes) -> None:
         for rank, actor in enumerate(self._actors):
-            self._await(rank, actor.answer.remote(message))
+            future = actor.answer.remote(message).future()
+            self._asked[rank].append(future)
+            self._await(rank, future)
 
-    def _await(self, rank: int, reference: Any) -> None:
-        reference.future().add_done_callback(lambda future: self._events.put((rank, future)))
+    def _await(self, rank: int, future: Future[bytes]) -> None:
+        future.add_done_callback(lambda done: self._events.put((rank, done)))
 
     def _arrived(self, seconds: float | None) -> Iterator[tuple[int, bytes | None]]:
         with suppress(queue.Empty):
@@ -135,7 +140,11 @@ class RayRanks(RankCalls):
             error = None if future is None else future.exception()
             if error is not None:
                 self._errors[rank] = error
-            yield rank, None if future is None or error is not None else future.result()
+            if future is None or error is not None:
+                yield rank, None
+            asked = self._asked[rank]
+            while asked and asked[0].done() and asked[0].exception() is None:  # Ray may tell of a later call first
+                yield rank, asked.popleft().result()
 
     def _explain_exit(self, rank: int) -> str:
         error = self._errors.get(rank)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +141,21 @@ def test_ranks_of_two_nodes(cluster: Any, model_path: Path, of_one_rank: dict[st
     assert f"rank 1 of 2 (process {ranks.hosts[1].process_id} on Ray's node {nodes[1][:8]}) has ended: " in dead(core)
     core.shutdown()
     eventually(lambda: not taken())
+
+
+def test_answers_that_ray_tells_of_out_of_order() -> None:
+    from quire.executors.ray_ranks import RayRanks
+
+    ranks = object.__new__(RayRanks)
+    futures = [Future[bytes]() for _ in range(3)]
+    ranks._asked, ranks._errors, ranks._events = [deque(futures)], {}, queue.SimpleQueue()
+    for future in futures:
+        ranks._await(0, future)
+    found = []
+    for number in (1, 0, 2):
+        futures[number].set_result(bytes([number]))
+        found.append(list(ranks._arrived(0.0)))
+    assert found == [[], [(0, bytes([0])), (0, bytes([1]))], [(0, bytes([2]))]]
 
 
 def test_a_cluster_without_a_place(cluster: Any, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
