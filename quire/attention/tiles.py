@@ -135,7 +135,7 @@ def plan_tiles(
 def _plan_list(
     sequences: Sequences, tile_tokens: int, heads_per_group: int, window: Window, chunk_items: int
 ) -> TileList:
-    tile_sequence, tile_rank = _ragged(-(-sequences.num_tokens // tile_tokens))
+    tile_sequence, tile_rank = ragged(-(-sequences.num_tokens // tile_tokens))
     offsets = (tile_rank * tile_tokens)[:, None] + np.arange(tile_tokens)
     present = offsets < sequences.num_tokens[tile_sequence][:, None]
     tokens = sequences.first_token[tile_sequence][:, None] + np.where(present, offsets, 0)
@@ -170,7 +170,7 @@ def _plan_chunks(queries: QueryTiles, window: Window, chunk_items: int) -> tuple
     first_key = np.zeros_like(queries.sequence)
     if window.size is not None:
         first_key = np.maximum(window.first(queries.positions[:, 0]), 0) // KEY_TILE
-    item_tile, item_rank = _ragged(queries.last_seen.max(axis=1) // KEY_TILE - first_key + 1)
+    item_tile, item_rank = ragged(queries.last_seen.max(axis=1) // KEY_TILE - first_key + 1)
     item_key = first_key[item_tile] + item_rank
     order = np.argsort(item_key // WAVE_TILES, kind="stable")
     item_tile, item_key = item_tile[order], item_key[order]
@@ -250,7 +250,7 @@ def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray
     return tuple(levels), node
 
 
-def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Owner of each item (a sequence, a tile) and its index with that owner: counts [3, 1] -> ([0, 0, 0, 1], [0, 1, 2,
     0])."""
     owner = np.repeat(np.arange(len(counts)), counts)

@@ -442,7 +442,7 @@ class MaskProcess:
         return seconds, error, param, num_drafts
 
     def _make_draft_masks(self, slot: Slot, scratch: MaskScratch) -> int:
-        """Make the masks after drafts, up to one not allowed or ends the text; returns their number."""
+        """Make the masks after drafts, up to one that is not allowed or ends the text; returns their number."""
         assert slot.state is not None
         state, started = slot.state.copy(), time.thread_time()
         for number, (token_id, place) in enumerate(slot.drafts):

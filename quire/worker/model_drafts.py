@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from quire.attention.tiles import ragged
 from quire.config.speculation import SpeculationConfig
 from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 from quire.worker.block_tables import BlockTables
@@ -171,7 +172,7 @@ class ModelDrafts(HostDrafts):
         """Do the same as `_guess` in one pass over known and mask tokens. The keys of mask tokens count as not
         computed."""
         self._computed[rows], self._first[rows], self._num_fed[rows] = ends, ends, 0
-        sources, numbers = repeated(counts)
+        sources, numbers = ragged(counts)
         places = rows[sources], ends[sources] + numbers
         table[places] = self._mask_token
         lengths = ends - starts + np.maximum(counts - 1, 0)
@@ -196,10 +197,3 @@ class ModelDrafts(HostDrafts):
         logits = self._model.compute_logits(hidden)[:, : self._other_size]
         tokens: np.ndarray = logits.argmax(1).numpy()
         return tokens
-
-
-def repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of each count, as often as it says, and the number of each of these, from 0: [1, 2] -> [0, 1, 1], [0, 0,
-    1]."""
-    sources = np.repeat(np.arange(len(counts)), counts)
-    return sources, np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from quire.attention.tiles import ragged
 from quire.config.speculation import SpeculationConfig
 from quire.kernels.triton.model_drafts import begin_pass, write_behind, write_guesses
 from quire.kernels.triton.rows import StepColumns
@@ -19,7 +20,7 @@ from quire.step import StepPlan
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends
 from quire.worker.graph_dispatch import choose_execution
 from quire.worker.input_batch import InputBatch
-from quire.worker.model_drafts import MOST_BEHIND, repeated
+from quire.worker.model_drafts import MOST_BEHIND
 from quire.worker.platform.device_drafts import DeviceDrafts, DraftSections, PassSections
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.state_arena import StateArena
@@ -181,7 +182,7 @@ class DeviceModelDrafts(MadeDrafts):
             own = InputBatch.of(batch.rows[due], ends - counts, counts)
             return self._stage_guesses(own, due, wanted, upload)
         own = InputBatch.of(batch.rows[due], ends - counts, counts + np.maximum(wanted - 1, 0))
-        guessing, numbers = repeated(wanted)
+        guessing, numbers = ragged(wanted)
         read = own.query_start[1:][guessing] - wanted[guessing] + numbers if len(guessing) else own.query_start[1:2] - 1
         columns = [upload.add(column) for column in (own.rows, due, own.query_start, read, guessing, numbers)]
         return PassSections(own, columns, [len(guessing)])
