@@ -457,7 +457,8 @@ class Fleet:
                 self._raise_if_over()
                 logger.warning("%s could not be started again: %s", member.name, error)
                 with self._lock:
-                    self._settle(member, None, REPLICA_CALLS)
+                    if member.is_wanted:  # else a call to stop it is answered when its requests are elsewhere
+                        self._settle(member, None, REPLICA_CALLS)
                     if attempt + 1 == MAX_STARTS and not member.is_lost:
                         self._lose(member, f"{member.name} could not be started again: {error}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -148,3 +149,26 @@ def test_a_replica_is_stopped_while_it_waits_for_its_next_start(gated: Gated, mo
     assert owners(fleet, "a", "b") == [0, 0]
     gated.open()
     tokens_until_finished(fleet, "a", "b")
+
+
+def test_a_stop_is_answered_when_the_requests_are_elsewhere(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop comes between the failure of a start and the moment when the fleet notes it."""
+    monkeypatch.setattr(fleets, "PAUSE_SECONDS", 1000.0)
+    fleet, at_answers = gated.fleet, []
+    arrived = fleet._arrived.put
+
+    def put(parts: fleets.Parts) -> None:
+        if parts[0].results:
+            at_answers.append(owners(fleet, "a", "b"))
+        arrived(parts)
+
+    def fail(_ready: object, _stats: object) -> EngineClient:
+        fleet.send(Call(next(NUMBERS), "stop_replica", "1"))
+        raise EngineDeadError("no memory")
+
+    monkeypatch.setattr(fleet, "_arrived", SimpleNamespace(put=put, get=fleet._arrived.get))
+    fleet.members[1].start = fail
+    fleet.send(add("a"), add("b"))
+    gated[1].kill()
+    wait_for(lambda: bool(at_answers))
+    assert at_answers == [[0, 0]]
