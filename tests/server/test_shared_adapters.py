@@ -93,6 +93,45 @@ async def test_a_name_that_another_has_given(pair: tuple[Process, Process], dire
     assert second.digest("mine") == first.digest("mine")
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_news_that_come_while_an_adapter_is_loaded(
+    pair: tuple[Process, Process], directory: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    """News without its name do not remove it, and news with its old adapter do not bring that back."""
+    first, second = pair
+    if is_replaced:
+        await first.served.load(LoraModule("mine", str(directory / "one")))
+    attempt = first.served._try
+
+    async def slowly(adapter: Any) -> None:
+        await second.served.load(LoraModule("other", str(directory / "one")))
+        assert sorted(first.served.names) == ["mine", "other"]
+        await attempt(adapter)
+
+    monkeypatch.setattr(first.served, "_try", slowly)
+    await first.served.load(LoraModule("mine", str(directory / "two")), load_inplace=is_replaced)
+    for process in pair:
+        found = process.served.find("mine")
+        assert found is not None
+        assert found.path == str(directory / "two")
+        assert sorted(process.served.names) == ["mine", "other"]
+
+
+async def test_a_name_that_another_gives_while_it_is_loaded(
+    pair: tuple[Process, Process], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+
+    async def slowly(_: Any) -> None:
+        await second.served.load(LoraModule("mine", str(directory / "one")))
+        assert first.served.names == ["mine"]
+
+    monkeypatch.setattr(first.served, "_try", slowly)
+    with pytest.raises(UserError, match="has been loaded already"):
+        await first.served.load(LoraModule("mine", str(directory / "two")))
+    assert first.digest("mine") == second.digest("mine") is not None
+
+
 async def test_adapters_of_the_start_are_loaded_by_all(pair: tuple[Process, Process], directory: Path) -> None:
     for process in pair:
         await process.served.load_at_start(ServerSettings(lora_modules=[f"mine={directory / 'one'}"]))
