@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -97,6 +98,10 @@ class ServedAdapters:
         self._shared = shared.names
         self.numbered = NumberedAdapters(shared.numbered)
         self._changing = asyncio.Lock()
+        self._loading: str | None = None
+        """Name that is being loaded here, whose news wait."""
+        self._unheard: Names | None = None
+        """News that came meanwhile."""
         if self._directory is not None:
             if not engine.engine_config.adapters.is_on:
                 raise ConfigError("lora_dir needs enable_lora", param="lora_dir")
@@ -134,8 +139,9 @@ class ServedAdapters:
             return
         async with self._changing:
             if self.find(name) is None:
-                await asyncio.to_thread(self._engine.adapters.add_name, name, str(path))
-                self._publish(name, "keep")
+                with self._holding_news(name):
+                    await asyncio.to_thread(self._engine.adapters.add_name, name, str(path))
+                    self._publish(name, "keep")
 
     async def load(self, module: LoraModule, *, load_inplace: bool = False, is_new: bool = True) -> None:
         """Read an adapter and compute one token with it, to refuse one that does not fit the model. is_new: refuse a
@@ -147,17 +153,18 @@ class ServedAdapters:
             before = self.find(module.name)
             if before is not None and not is_new:
                 return
-            await asyncio.to_thread(
-                adapters.add_name, module.name, module.path, module.base_model_name, load_inplace=load_inplace
-            )
-            try:
-                await self._try(adapters.named(module.name))
-                self._publish(module.name, "replace" if load_inplace else "refuse" if is_new else "keep")
-            except QuireError:
-                adapters.remove(module.name)
-                if before is not None:
-                    await asyncio.to_thread(adapters.add_name, before.name, before.path, before.base_model_name)
-                raise
+            with self._holding_news(module.name):
+                await asyncio.to_thread(
+                    adapters.add_name, module.name, module.path, module.base_model_name, load_inplace=load_inplace
+                )
+                try:
+                    await self._try(adapters.named(module.name))
+                    self._publish(module.name, "replace" if load_inplace else "refuse" if is_new else "keep")
+                except QuireError:
+                    adapters.remove(module.name)
+                    if before is not None:
+                        await asyncio.to_thread(adapters.add_name, before.name, before.path, before.base_model_name)
+                    raise
 
     async def unload(self, name: str) -> None:
         """Forget the adapter of this name. Raises ApiError (404) if it is unknown."""
@@ -184,16 +191,29 @@ class ServedAdapters:
 
         self._shared.change(put)
 
+    @contextlib.contextmanager
+    def _holding_news(self, name: str) -> Iterator[None]:
+        """Let no other process's news remove or replace an adapter that is being loaded."""
+        self._loading = name
+        try:
+            yield
+        finally:
+            self._loading = None
+
     def _hear(self) -> None:
         news = self._shared.news()
+        if news is None and self._loading is None:
+            news = self._unheard
         if news is None:
             return
+        self._unheard = None if self._loading is None else news
         adapters = self._engine.adapters
         for name in adapters.names:
-            if name not in news:
+            if name not in news and name != self._loading:
                 adapters.remove(name)
         for name, told in news.items():
-            adapters.learn(name, told.path, told.ref, told.base_model_name)
+            if name != self._loading:
+                adapters.learn(name, told.path, told.ref, told.base_model_name)
 
     async def load_at_start(self, settings: ServerSettings) -> None:
         """Load the settings' adapters, before the server is ready. Raises ConfigError."""
