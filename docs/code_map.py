@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "quire"
-_SENTENCE = re.compile(r".+?(?:\.(?= [A-Z])|$)")
 _MARKUP = re.compile(r"([*<\[\]|_~{}$^])")
 _CODE = re.compile(r"(`[^`]+`)")
 
@@ -24,11 +23,6 @@ class Entry(NamedTuple):
     name: str
     text: str
     is_method: bool = False
-
-    @property
-    def sentence(self) -> str:
-        found = _SENTENCE.match(self.text)
-        return found[0] if found else ""
 
 
 def entries(package: Path = PACKAGE) -> Iterator[Entry]:
@@ -56,10 +50,10 @@ def code_map(package: Path = PACKAGE) -> str:
     rooms: dict[str, list[str]] = {}
     for path, found in _by_module(package).items():
         module, *named = found
-        things = [f"**`{each.name}`** {_escaped(each.sentence)}".strip() for each in named if not each.is_method]
+        things = [f"**`{each.name}`** {_escaped(each.text)}".strip() for each in named if not each.is_method]
         if not (things or module.text):
             continue
-        cell = "<br>".join([*([_escaped(module.sentence)] if module.text else []), *things])
+        cell = "<br>".join([*([_escaped(module.text)] if module.text else []), *things])
         rooms.setdefault(path.parent.relative_to(package.parent).as_posix(), []).append(f"| `{path.name}` | {cell} |")
     head = ["", "| file | holds |", "|---|---|"]
     return "\n\n".join("\n".join([f"## {room}", *head, *rows]) for room, rows in sorted(rooms.items()))

@@ -30,7 +30,7 @@ def test_a_row_shows_signs_as_they_are(tmp_path: Path) -> None:
     doing = '    def do(self) -> None:\n        """Do it."""\n'
     text = f'class Thing:\n    """Values [T, 2] of `a|b` | c_d. More."""\n\n{doing}'
     (package / "one.py").write_text(text)
-    assert code_map(package).splitlines()[-1] == r"| `one.py` | **`Thing`** Values \[T, 2\] of `a\|b` \| c\_d. |"
+    assert code_map(package).splitlines()[-1] == r"| `one.py` | **`Thing`** Values \[T, 2\] of `a\|b` \| c\_d. More. |"
     assert search(["DO", "thing"], package) == ["package/one.py: Thing.do: Do it."]
 
 
