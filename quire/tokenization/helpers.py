@@ -99,7 +99,7 @@ class Abandonment:
 
     @contextlib.contextmanager
     def ended_by(self, end: Callable[[], None]) -> Iterator[None]:
-        """Run the block, which `end` aborts from any thread."""
+        """Run the block, which `end` aborts from any thread. Raises InternalError if the caller has left."""
         with self._lock:
             if self._has_left:
                 raise InternalError("the caller of this work has left")
