@@ -93,43 +93,42 @@ async def test_a_name_that_another_has_given(pair: tuple[Process, Process], dire
     assert second.digest("mine") == first.digest("mine")
 
 
-@pytest.mark.parametrize("is_replaced", [False, True])
-async def test_news_that_come_while_an_adapter_is_loaded(
-    pair: tuple[Process, Process], directory: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+@pytest.mark.parametrize("name", ["mine", "other"])
+@pytest.mark.parametrize("load_inplace", [False, True])
+async def test_news_of_another_process_while_one_tries_an_adapter(
+    pair: tuple[Process, Process], directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, load_inplace: bool
 ) -> None:
-    """News without its name do not remove it, and news with its old adapter do not bring that back."""
+    """name: what the other process loads before the one has finished."""
     first, second = pair
-    if is_replaced:
+    if load_inplace:
         await first.served.load(LoraModule("mine", str(directory / "one")))
-    attempt = first.served._try
+    expected = Process(directory, directory)
+    await expected.served.load(LoraModule("mine", str(directory / "two")))
 
-    async def slowly(adapter: Any) -> None:
-        await second.served.load(LoraModule("other", str(directory / "one")))
-        assert sorted(first.served.names) == ["mine", "other"]
-        await attempt(adapter)
+    async def meanwhile(_adapter: object) -> None:
+        await first.served.load(LoraModule(name, str(directory / "one")), load_inplace=load_inplace)
+        assert name in {*second.served.names, "mine"}
 
-    monkeypatch.setattr(first.served, "_try", slowly)
-    await first.served.load(LoraModule("mine", str(directory / "two")), load_inplace=is_replaced)
-    for process in pair:
-        found = process.served.find("mine")
-        assert found is not None
-        assert found.path == str(directory / "two")
-        assert sorted(process.served.names) == ["mine", "other"]
+    monkeypatch.setattr(second.served, "_try", meanwhile)
+    loading = second.served.load(LoraModule("mine", str(directory / "two")), load_inplace=load_inplace)
+    if name == "mine" and not load_inplace:
+        with pytest.raises(UserError, match="has been loaded already"):
+            await loading
+        assert second.digest("mine") != expected.digest("mine")
+    else:
+        await loading
+        assert second.digest("mine") == expected.digest("mine")
+    assert second.digest("mine") == first.digest("mine") is not None
+    assert set(second.served.names) == set(first.served.names) == {name, "mine"}
 
 
-async def test_a_name_that_another_gives_while_it_is_loaded(
-    pair: tuple[Process, Process], directory: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_name_that_another_forgets_as_soon_as_it_is_told(
+    pair: tuple[Process, Process], directory: Path
 ) -> None:
     first, second = pair
-
-    async def slowly(_: Any) -> None:
-        await second.served.load(LoraModule("mine", str(directory / "one")))
-        assert first.served.names == ["mine"]
-
-    monkeypatch.setattr(first.served, "_try", slowly)
-    with pytest.raises(UserError, match="has been loaded already"):
-        await first.served.load(LoraModule("mine", str(directory / "two")))
-    assert first.digest("mine") == second.digest("mine") is not None
+    await first.served.load(LoraModule("mine", str(directory / "one")))
+    await second.served.unload("mine")
+    assert first.served.names == []
 
 
 async def test_adapters_of_the_start_are_loaded_by_all(pair: tuple[Process, Process], directory: Path) -> None:
