@@ -38,9 +38,9 @@ class Allowance:
         """[used and not refilled, time of that count]."""
 
     def seconds_until(self, amount: float) -> float:
-        return self.take(0.0, amount)
+        return self.use_if_left(0.0, amount)
 
-    def take(self, amount: float, needed: float) -> float:
+    def use_if_left(self, amount: float, needed: float) -> float:
         """Use `amount` if `needed` is left, at once: other processes count too. Returns the seconds to wait for it."""
         with self._numbers.lock():
             left = self.per_minute - self._refill()
@@ -77,7 +77,7 @@ class RateLimit:
                 continue
             per_minute = allowance.per_minute
             needed = min(per_minute, 1 + per_minute / 2) if IN_BACKGROUND.get() else 1
-            seconds = allowance.take(amount, needed)
+            seconds = allowance.use_if_left(amount, needed)
             if seconds > 0:
                 message = f"this API key may use {per_minute} {what} a minute"
                 raise overloaded(message, math.ceil(seconds))
