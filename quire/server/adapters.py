@@ -98,10 +98,9 @@ class ServedAdapters:
         self._shared = shared.names
         self.numbered = NumberedAdapters(shared.numbered)
         self._changing = asyncio.Lock()
-        self._loading: str | None = None
-        """Name that is being loaded here, whose news wait."""
-        self._unheard: Names | None = None
-        """News that came meanwhile."""
+        self._loading = ""
+        self._told: set[str] = set()
+        """Names in the shared table, as far as this process knows."""
         if self._directory is not None:
             if not engine.engine_config.adapters.is_on:
                 raise ConfigError("lora_dir needs enable_lora", param="lora_dir")
@@ -139,7 +138,7 @@ class ServedAdapters:
             return
         async with self._changing:
             if self.find(name) is None:
-                with self._holding_news(name):
+                with self._loads(name):
                     await asyncio.to_thread(self._engine.adapters.add_name, name, str(path))
                     self._publish(name, "keep")
 
@@ -153,7 +152,7 @@ class ServedAdapters:
             before = self.find(module.name)
             if before is not None and not is_new:
                 return
-            with self._holding_news(module.name):
+            with self._loads(module.name):
                 await asyncio.to_thread(
                     adapters.add_name, module.name, module.path, module.base_model_name, load_inplace=load_inplace
                 )
@@ -166,6 +165,16 @@ class ServedAdapters:
                         await asyncio.to_thread(adapters.add_name, before.name, before.path, before.base_model_name)
                     raise
 
+    @contextlib.contextmanager
+    def _loads(self, name: str) -> Iterator[None]:
+        # What the others say of this name meanwhile counts behind it.
+        self._loading = name
+        try:
+            yield
+        finally:
+            self._loading = ""
+            self._shared.reread()
+
     async def unload(self, name: str) -> None:
         """Forget the adapter of this name. Raises ApiError (404) if it is unknown."""
         async with self._changing:
@@ -174,6 +183,7 @@ class ServedAdapters:
                     f"The lora adapter '{name}' cannot be found.", param="lora_name", code="not_found", status=404
                 )
             self._engine.adapters.remove(name)
+            self._told.discard(name)
             self._shared.change(partial(_forget, name))
 
     def _publish(self, name: str, known: Literal["replace", "refuse", "keep"]) -> None:
@@ -190,27 +200,16 @@ class ServedAdapters:
                 names[name] = NamedAdapter(request.lora_path, ref, request.base_model_name)
 
         self._shared.change(put)
-
-    @contextlib.contextmanager
-    def _holding_news(self, name: str) -> Iterator[None]:
-        """Let no other process's news remove or replace an adapter that is being loaded."""
-        self._loading = name
-        try:
-            yield
-        finally:
-            self._loading = None
+        self._told.add(name)
 
     def _hear(self) -> None:
         news = self._shared.news()
-        if news is None and self._loading is None:
-            news = self._unheard
         if news is None:
             return
-        self._unheard = None if self._loading is None else news
         adapters = self._engine.adapters
-        for name in adapters.names:
-            if name not in news and name != self._loading:
-                adapters.remove(name)
+        gone, self._told = self._told - news.keys(), set(news)
+        for name in gone & set(adapters.names) - {self._loading}:
+            adapters.remove(name)
         for name, told in news.items():
             if name != self._loading:
                 adapters.learn(name, told.path, told.ref, told.base_model_name)
