@@ -152,8 +152,8 @@ OPENMP_SPIN_COUNT = "100000"
 
 
 def limit_openmp_spinning() -> None:
-    """Shorten the time for which waiting threads of torch's OpenMP runtime (GNU's) spin before they sleep, unless the
-    user has set `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`. Only effective before torch is loaded."""
+    """Let waiting threads of torch's OpenMP runtime (GNU's) spin for less time, unless `GOMP_SPINCOUNT` or
+    `OMP_WAIT_POLICY` is set. Only effective before torch is loaded."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
 

@@ -236,7 +236,7 @@ def _bias(own: np.ndarray, last_seen: np.ndarray, keys: np.ndarray, window: Wind
 
 
 def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray]:
-    """Pairs to merge, level by level, until one item per query tile is left."""
+    """Pairs to merge, level by level, until one item per query tile is left; then these items."""
     node = np.arange(len(tiles))
     number = tiles.astype(np.int64) * WAVE_TILES + keys % WAVE_TILES
     levels = []

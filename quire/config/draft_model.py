@@ -106,7 +106,8 @@ def fitting_draft(draft: ModelConfig, model: ModelConfig) -> ModelConfig:
 
 
 def _mask_token(chosen: DraftModelConfig, raw: Mapping[str, Any], draft: ModelConfig) -> int | None:
-    """Token id that stands for unknown tokens in a model for parallel drafts (PARD). raw: its config.json."""
+    """Token id that stands for unknown tokens in a model for parallel drafts (PARD); None for others. raw: its
+    config.json."""
     if not chosen.is_parallel:
         return None
     found = raw.get("pard_token", raw.get("ptd_token_id"))

@@ -227,15 +227,14 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
 
 
 def vision_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Vision tower's part of a config.json, for `read_vision`."""
+    """Vision tower's part of a config.json, for `read_vision`; None without one."""
     found = _object(config, VISION_CONFIG)
     outer = {key: config[key] for key in OUTER_KEYS if key in config}
     return found if found is None or not outer else {**found, **outer}
 
 
 def _image_token_id(config: Mapping[str, Any], architecture: str) -> int | None:
-    """Token id that stands for images in prompts; Gemma's older files have another key, or leave its usual value
-    out."""
+    """Token id that stands for images in prompts; Gemma's usual one where its file has no key; None: no images."""
     usual = 262_144 if architecture == "Gemma3ForCausalLM" and VISION_CONFIG in config else None
     found = (_token_id(config, key) for key in ("image_token_id", "image_token_index"))
     return next((token_id for token_id in found if token_id is not None), usual)

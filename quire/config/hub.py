@@ -41,8 +41,7 @@ def read_page(name: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """True if `name`, which does not exist, was meant as a path: it begins with a slash, a dot or a tilde, has more
-    than two parts, or ends like a GGUF file."""
+    """True if `name`, which does not exist, was meant as a path, by its beginning, slashes or ending."""
     if "://" in name:
         return False
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.lower().endswith(SUFFIX)

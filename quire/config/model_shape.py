@@ -115,9 +115,8 @@ class AttentionShape:
         return STATE_BYTES * max(1, self.num_kv_heads // tp) * self.key_dim * line_elements(self.value_dim)
 
     def state_bytes(self, tp: int = 1) -> int:
-        """Bytes that a layer keeps of a sequence on one of `tp` ranks: the state at the last border; for every token
-        after it a key of each key head, and an update and a decay of each value head; the convolution's inputs
-        (quire/layers/states.py)."""
+        """Bytes that a layer keeps of a sequence on one of `tp` ranks: the state at the last border, the rows of tokens
+        after it, and the convolution's inputs (quire/layers/states.py)."""
         if self.kind != "state":
             return 0
         num_keys, num_values = max(1, self.num_heads // tp), max(1, self.num_kv_heads // tp)
@@ -210,7 +209,7 @@ class ModelShape:
 
     @cached_property
     def experts(self) -> Experts | None:
-        """Experts, alike in all layers that have some."""
+        """Experts, alike in all layers that have some; None: no layer has any."""
         return next((layer.experts for layer in self.layer_counts if layer.experts is not None), None)
 
     @property
@@ -290,8 +289,7 @@ class ModelShape:
 
     @cached_property
     def draft_parameters(self) -> int:
-        """Elements of the draft head: one matrix from a hidden state and an embedding to a hidden state, three norms,
-        and its layers."""
+        """Elements of the draft head: the matrix that joins its inputs, three norms, and its layers."""
         total = (2 * self.hidden + 3) * self.hidden if self.draft_layers else 0
         for layer in self.draft_layers:
             total += self._dense_parameters(layer) + layer.num_vectors

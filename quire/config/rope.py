@@ -40,7 +40,7 @@ class RopeDefaults:
     mrope_interleaved: bool = False
 
     def rotated_layers(self, config: Fields, num_layers: int) -> tuple[bool, ...]:
-        """True for each layer rotated. Raises ModelLoadError for an incomplete list."""
+        """True for each layer with rotary positions. Raises ModelLoadError for an incomplete list."""
         if not self.skips_rotation:
             return (True,) * num_layers
         listed = config.values.get("no_rope_layers")

@@ -53,7 +53,7 @@ def find_toolchain() -> Toolchain:
 
 
 def triton_version() -> tuple[int, ...] | None:
-    """(major, minor, patch)."""
+    """(major, minor, patch) of the installed Triton; None: not installed."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -84,7 +84,7 @@ def _driver_library() -> str | None:
 
 
 def _ptxas() -> str | None:
-    """Version of TRITON_PTXAS_PATH's assembler, such as "13.1"; "0" if it reports none."""
+    """Version of TRITON_PTXAS_PATH's assembler, such as "13.1"; "0" if it reports none; None: unset."""
     path = envs.triton_ptxas()
     if path is None:
         return None

@@ -28,8 +28,8 @@ class Feed:
     """
 
     def __init__(self, poll: Poll, pause: Pause | None = None) -> None:
-        """Feed of frames for all viewers of a server. poll: returns the newest frame (one line of JSON). pause: waits
-        for some seconds, or until `close`."""
+        """Feed of a server. poll: returns the newest frame (one line of JSON). pause: waits for some seconds, or until
+        `close`."""
         self._poll = poll
         self._pause = pause or self._until_closed
         self._closing = asyncio.Event()

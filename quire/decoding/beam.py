@@ -209,7 +209,8 @@ class BeamSearch:
         return beam.sequence.matcher is not None and beam.candidates.token_ids[number] not in self.request.end_token_ids
 
     def _end_of(self, token_id: int, matcher: Matcher | None, length: int) -> tuple[FinishReason, int | None] | None:
-        """End of a beam, if any; a text ended by its constraint waits for an end token's score."""
+        """(finish reason, stop token for `stop_reason`) of a beam that `token_id` ends; None: it goes on. A text ended
+        by its constraint waits for an end token's score."""
         request = self.request
         if token_id in request.stop_token_ids:
             return FinishReason.STOP, token_id

@@ -59,7 +59,7 @@ class EngineClient(Protocol):
 
 
 def cause_of_death(error: BaseException) -> EngineDeadError:
-    """EngineDeadError for all requests, made from the `error` that ended the receiver's thread."""
+    """EngineDeadError for all requests, made from the `error` that ended the receiver's thread or the start."""
     if isinstance(error, EngineDeadError):
         return error
     if isinstance(error, QuireError):  # the error of a failed start

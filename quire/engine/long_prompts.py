@@ -44,7 +44,7 @@ def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
 
 
 def take_piece(message: AddRequest) -> None:
-    """Decode the next piece of a received message. Long prompts block no other message so."""
+    """Decode the next piece of a received message, so long prompts block no other message."""
     message.request.prompt_token_ids.extend(_DECODER.decode(message.pieces.pop(0)))
 
 

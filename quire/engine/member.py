@@ -135,7 +135,7 @@ class Member:
         return carry_over(self.stats_before, now)
 
     def deliver(self, *messages: ClientMessage) -> None:
-        """Send messages to the engine. The thread in `receive` handles its death. Messages of the fleet's sessions."""
+        """Send messages to the engine. The thread in `receive` handles its death."""
         assert self.client is not None
         with contextlib.suppress(EngineDeadError):
             self.client.send(*messages)

@@ -18,8 +18,7 @@ def open_fleet(
     options: EngineOptions, executor: str, *, restarts: bool | None = None, hung_engine_timeout: float = 0.0
 ) -> Fleet:
     """Open `data_parallel_size` engines in their own processes. Later engines get as many blocks as the first. Each
-    writes its own step log, if any. restarts: None means True if there are several engines. hung_engine_timeout: see
-    Fleet."""
+    writes its own step log, if any. restarts: None: if there are several engines. hung_engine_timeout: see Fleet."""
     counts = [itertools.count() for _ in range(options.data_parallel_size)]
 
     def start(replica: int, ready: EngineReady | None, stats: EngineStats | None) -> EngineClient:

@@ -449,8 +449,7 @@ def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, 
 
 
 class RepetitionDetector:
-    """Finds repeated patterns in one completion. For each pattern length it counts the consecutive tokens equal to the
-    token that many places earlier."""
+    """Finds repeated patterns in one completion."""
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
         self._lengths = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)

@@ -70,8 +70,7 @@ def decayed(progress: tuple[float, float], now: float) -> float:
 
 
 class RequestPart(Protocol):
-    """One of several engine requests that serve one caller's request. Such as one choice of `n` or one prompt of
-    several."""
+    """One of several engine requests for one caller's request, such as a choice of `n` or one of several prompts."""
 
     @property
     def group(self) -> object:

@@ -1,6 +1,5 @@
-"""Sleep and pause of an engine. Sleep frees memory: level 1 keeps the weights (in host memory, for a device), level 2
-drops them; both drop the KV cache. A pause keeps the engine's state: scope `new` holds unstarted requests; `all` also
-suspends running ones, which keep their blocks."""
+"""Sleep and pause of an engine. Sleep frees memory (`Executor.sleep`). A pause keeps the engine's state: scope `new`
+holds unstarted requests; `all` also suspends running ones, which keep their blocks."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _send(self, message: bytes) -> None:
-        """Send to every rank."""
+        """Send a call's bytes to every rank."""
 
     @abstractmethod
     def _arrived(self, seconds: float | None) -> Iterable[tuple[int, bytes | None]]:

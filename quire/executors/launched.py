@@ -58,8 +58,7 @@ class AgreedClock:
 
 
 class LaunchedRank(LocalExecutor):
-    """Executor of one of several equal engines, one per rank, that a launcher such as torchrun started and that run in
-    step."""
+    """Executor of one of several equal engines, one per rank, that run in step."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Return when all ranks have met. Raises ConfigError if the launcher started another number of processes than

@@ -1,7 +1,6 @@
 """Layout of one pool for all layers (docs/kv-cache.md): layers of a kind form groups of equal size, and a block serves
-one group. A physical block is `layers_per_group` pages of equal bytes; layer number j of every group uses tensor j.
-Kinds with more bytes per token get blocks of fewer tokens; a state's page is padded. A page holds a whole number of
-kernels' blocks of `block_size` tokens (the option)."""
+one group. Kinds with more bytes per token get blocks of fewer tokens; a state's page is padded. A page holds a whole
+number of kernels' blocks of `block_size` tokens (the option)."""
 
 from __future__ import annotations
 

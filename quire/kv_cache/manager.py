@@ -74,7 +74,8 @@ class KVCacheManager:
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
     ) -> tuple[BlockTable, int] | None:
         """Find a computation to wait for: (the sequence that computes the block right after a hit, leading hash blocks
-        that it shares with the chain). num_cached_tokens: result of `match_prefix` for the same `max_tokens`."""
+        that it shares with the chain); None: nothing to wait for. num_cached_tokens: result of `match_prefix` for the
+        same `max_tokens`."""
         step = self.groups.hit_size // self.hash_block_size
         block, limit = num_cached_tokens // self.groups.hit_size, max_tokens // self.groups.hit_size
         if chain is None or block >= limit:

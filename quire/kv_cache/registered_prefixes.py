@@ -70,8 +70,8 @@ class RegisteredPrefixes:
     def longest(
         self, chain: HashChain, token_ids: Sequence[int], max_tokens: int, min_tokens: int = 0
     ) -> RegisteredPrefix | None:
-        """Longest prefix of `min_tokens` to `max_tokens` tokens that `token_ids` starts with. The chain must cover the
-        full blocks of `max_tokens`."""
+        """Longest prefix of `min_tokens` to `max_tokens` tokens that `token_ids` starts with; None: none. The chain
+        must cover the full blocks of `max_tokens`."""
         if not self._registered:
             return None
         size = self._block_size

@@ -9,7 +9,7 @@ from quire.kv_cache.layout import KVCacheLayout, KVGroup
 
 
 def pages_of(groups: Sequence[KVGroup], layers: range) -> list[int]:
-    """Number of a block's pages that at least one of these layers uses. Per KV group."""
+    """Indices of a block's pages that these layers use in any of the KV groups, ascending."""
     return sorted({page for group in groups for page, layer in enumerate(group.layers) if layer in layers})
 
 

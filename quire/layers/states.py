@@ -205,7 +205,7 @@ class _Frames:
         out[tiles.tokens[piece, column]] = results[piece, :, column]
 
     def pass_borders(self, tiles: _Tiles) -> None:
-        """Advance the states of sequences whose tile ends at a border."""
+        """Advance the states of sequences whose tile ends at a border, a multiple of STATE_BORDER tokens."""
         passing = tiles.sequences[tiles.ends % STATE_BORDER == 0]
         if not len(passing):
             return

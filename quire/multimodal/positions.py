@@ -61,7 +61,7 @@ def _bases(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, int, in
 def with_positions(
     images: Sequence[PromptImage], columns: Mapping[str, int], token_columns: Mapping[str, TokenValues]
 ) -> tuple[dict[str, int], dict[str, TokenValues]]:
-    """Step columns of a row: the request's and positions."""
+    """(columns, token columns) of a request, with its images' positions, for the scheduler's plan."""
     if not images:
         return dict(columns), dict(token_columns)
     if images[0].is_whole:

@@ -78,7 +78,7 @@ def string_of(text: str) -> str | None:
 
 
 def copy_arguments(reader: TextReader, output: Output) -> Steps[None]:
-    """Copy a value as the last call's arguments. A string is unwrapped."""
+    """Copy a value as the last call's arguments: a string of an object is unwrapped, null and a blank become {}."""
     first = yield from reader.peek()
     if first in ("{", "["):
         yield from copy_value(reader, output.arguments)

@@ -102,7 +102,8 @@ class Output:
         self.ends, self._held = (), []
 
     def until(self, reader: TextReader, markers: Markers) -> Steps[str | None]:
-        """Read content up to the first marker, and the marker; return it, or None."""
+        """Read content up to the first marker, and the marker; return it, or None. Inside reasoning only read a marker
+        that comes next."""
         if not self.ends:
             return (yield from self._content_until(reader, markers))
         for text in markers.texts:

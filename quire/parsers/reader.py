@@ -99,7 +99,7 @@ class TextReader:
         return found
 
     def take_if(self, literal: str) -> Steps[bool]:
-        """Read `literal` if it comes next."""
+        """Read `literal` if it comes next, at the text's end also its beginning; returns True if so."""
         while True:
             there = self._text[self._position : self._position + len(literal)]
             if there == literal or (self.is_ended and there and literal.startswith(there)):

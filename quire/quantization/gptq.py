@@ -33,8 +33,7 @@ AWQ_BITS = 4
 
 
 def gptq_format(config: QuantizationConfig) -> MatrixFormat:
-    """Format of the matrices. True if g_idx, which may be stored without act-order too, has the groups in their natural
-    order."""
+    """Format of GPTQ's matrices. Without act-order a g_idx is allowed that has the groups in their natural order."""
 
     def build(parts: Parts) -> IntegerWeight:
         return _build(parts, config)

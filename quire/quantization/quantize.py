@@ -117,7 +117,7 @@ def _int4(groups: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor, t
 
 def fit_groups(groups: torch.Tensor) -> FittedGroups | None:
     """Round groups by search: a candidate is a step and a start, to which a group is rounded, then fitted to the
-    rounded values by least squares. The smallest squared error wins, per group."""
+    rounded values by least squares. The smallest squared error wins, per group. None: a weight is not finite."""
     if (peak := _peaks(groups)) is None:
         return None
     x = groups / peak

@@ -182,7 +182,7 @@ class SamplingRows:
         return used
 
     def listed(self, rows: np.ndarray, asked: Asked) -> Listed | None:
-        """Further tokens whose log-probabilities the asking ones of `rows` ([R] int64) want."""
+        """Further tokens whose log-probabilities the asking ones of `rows` ([R] int64) want; None: none do."""
         if not self._listed:
             return None
         lists = [self._listed.get(row, ()) for row in rows[asked.indices].tolist()]

@@ -45,7 +45,8 @@ class TritonKernels:
         self._counts = torch.zeros((0, 0), dtype=torch.int32, device=words.device)
 
     def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores are a float32 copy if log-probabilities need the logits or these have 16 bits."""
+        """(scores, logits). Where edits change scores, these are a float32 copy if log-probabilities need the logits or
+        these have 16 bits."""
         changes = used & (EDITS | Feature.CANDIDATES)
         if changes and (logits.dtype != torch.float32 or asked is not None):
             return logits.to(torch.float32, copy=True), logits

@@ -112,8 +112,8 @@ class AdapterSlots:
         return bool(self._free) or any(digest not in used for digest in self._held)
 
     def take_orders(self, *, may_wait: bool) -> AdapterOrders | None:
-        """Next plan's adapter orders. may_wait: the workers may wait until a load ends, as there is nothing else to
-        compute."""
+        """Next plan's adapter orders; None: none. may_wait: the workers may wait until a load ends, as there is nothing
+        else to compute."""
         orders, self._orders = self._orders, []
         if not orders and not (may_wait and self._loading):
             return None

@@ -87,8 +87,8 @@ class ImageEncodings:
         return key in self._wanted or any(each.key == key for each in self._begun())
 
     def orders(self, budget: int, *, is_idle: bool) -> ImageOrders | None:
-        """This pass's image orders. budget: tokens left in the step, on every rank; one layer is encoded in any case.
-        is_idle: nothing else is computed, so unread images may be dropped for another."""
+        """This pass's image orders; None: no image waits. budget: tokens left in the step, on every rank; one layer is
+        encoded in any case. is_idle: nothing else is computed, so unread images may be dropped for another."""
         reads, self._reads = self._reads, set()
         if not self._wanted and not self._begun():
             return None
@@ -142,7 +142,8 @@ class ImageEncodings:
         return [each for each in self._current if each is not None]
 
     def _next(self, rank: int, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
-        """Image whose layers a rank computes next. dropped: receives the images that make room."""
+        """Image whose layers a rank computes next; None: none, or no room for it. dropped: receives the images that
+        make room."""
         current = self._current[rank]
         if current is not None:
             if current.requests:

@@ -60,7 +60,7 @@ class Gates:
         """Reason -> deferrals so far."""
 
     def check(self, stages: tuple[GateStage, ...], request: Request, quote: Quote, now: float) -> Deferral | None:
-        """Deferral by the first gate of these stages that does not let the request pass."""
+        """Deferral by the first gate of these stages that does not let the request pass; None: all do."""
         for gate in self._gates:
             if gate.stage in stages and (deferral := gate.check(request, quote, now)) is not None:
                 return deferral

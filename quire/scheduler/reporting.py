@@ -22,7 +22,7 @@ def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wa
 
 
 def report_times_early(update: SequenceUpdate, sequence: Sequence, num_sampled: int, now: float) -> None:
-    """Report the times of a request with its first token, or with each token where requested."""
+    """Add a request's times to an update. Those neither of a first token nor requested with each token can wait."""
     is_first = num_sampled <= sequence.request.num_prompt_tokens + 1
     report_times(update, sequence.request, now, can_wait=not (is_first or sequence.request.each_step))
 

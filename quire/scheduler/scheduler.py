@@ -1,6 +1,5 @@
 """Scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache). There are no prefill and
-decode phases: a step schedules a sequence's tokens until `num_computed_tokens` equals its known tokens plus those that
-plans in flight will sample."""
+decode phases: a step schedules a sequence's tokens up to the target (`Sequence`)."""
 
 from __future__ import annotations
 

@@ -117,7 +117,8 @@ class ServedAdapters:
         return self._engine.adapters.named(name)
 
     def chosen(self, name: str, lora: Sequence[LoraScale] | None = None) -> LoRARequest | AdapterRef | None:
-        """Adapter of a request. Raises UserError as NumberedAdapters.chosen does."""
+        """Adapter that a request chooses by model name or by `lora`; None: none. Raises UserError for both, and as
+        NumberedAdapters.chosen does."""
         named = self.find(name)
         if named is not None and not lora:
             return named

@@ -138,7 +138,7 @@ class Batches:
         return batch
 
     def find_batch(self, batch_id: str) -> StoredBatch:
-        """Raises ApiError (404)."""
+        """Record of a batch of this key. Raises ApiError (404)."""
         found = self.read(batch_id) if BATCH_ID.fullmatch(batch_id) else None
         if found is None:
             raise invalid_request(
@@ -227,7 +227,7 @@ class Batches:
             self._drop(batch_id)
 
     def _drop_oldest(self) -> None:
-        """Make room for one more record."""
+        """Drop the oldest ended batches, to make room for one more record."""
         known = self.list_known()
         num_left = len(known) - MAX_KEPT_BATCHES + 1
         for each in known:

@@ -226,7 +226,7 @@ class ChatAnswer(Answer[ChatRequest]):
         self.weigh_plan()
 
     def weigh_plan(self, num_answers: int = 1) -> None:
-        """Raise UserError if `num_answers` like this one may be too large together."""
+        """Raise UserError if `num_answers` like this one, with max_tokens, may be too large together."""
         limit, longest = self._params.max_tokens, self._context.engine.ready.max_model_len
         if limit is not None:
             self.weight.planned(num_answers * self._params.num_sequences, min(longest, limit))

@@ -358,7 +358,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         raise error
 
     def _refuse(self, error: ApiError) -> None:
-        """Send `error` and hang up; just hang up after earlier answers or if this one has begun."""
+        """Answer the arriving request with `error` and hang up; without it after earlier answers that still run, or at
+        once if its own has begun."""
         self._is_deaf = True
         arriving = self.cycle if self.phase is Phase.BODY else None
         if self._running is not None and self._running is not arriving:

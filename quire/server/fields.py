@@ -133,7 +133,8 @@ def _num_brackets(text: bytes) -> int:
 
 
 def near_miss(name: str, known: Iterable[str]) -> str | None:
-    """Known name, of at least MIN_NAME_LETTERS, one edit away (insertion, deletion, substitution, transposition)."""
+    """Known name, of at least MIN_NAME_LETTERS, one edit away (insertion, deletion, substitution, transposition); None:
+    none is."""
     for other in sorted(known):
         if len(other) >= MIN_NAME_LETTERS and abs(len(other) - len(name)) <= 1 and _is_one_edit_away(name, other):
             return other

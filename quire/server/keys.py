@@ -79,7 +79,7 @@ class KeyRing:
         return None if self._needs_key else self._anyone
 
     def find(self, key: bytes) -> Client | None:
-        """Find the client of a key. Compares all keys in constant time."""
+        """Find the client of a key; None: unknown key. Compares all keys in constant time."""
         given, found = _digest(key), None
         for digest, client in self._clients:
             if hmac.compare_digest(digest, given):

@@ -23,7 +23,7 @@ SHUTDOWN_GRACE_SECONDS = 2
 
 
 def heed_hangups(settings: ServerSettings) -> None:
-    """Ignore SIGHUP without a terminal: certificates are renewed anyway."""
+    """Ignore SIGHUP if the server renews certificates itself (`enable_ssl_refresh`) and has no terminal."""
     if settings.enable_ssl_refresh and not _has_terminal():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 

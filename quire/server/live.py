@@ -92,7 +92,7 @@ def task_of(context: ServerContext) -> str:
 
 
 def parse_rate(text: str | None) -> float:
-    """Events per second. Raises ApiError (400) outside `MIN_RATE` to `MAX_RATE`."""
+    """Events per second (None: DEFAULT_RATE). Raises ApiError (400) outside `MIN_RATE` to `MAX_RATE`."""
     if text is None:
         return DEFAULT_RATE
     try:

@@ -86,8 +86,8 @@ def limited(entries: Sequence[Entry | None] | None, num_top: int) -> list[Entry 
 
 
 def prompt_logprobs(entries: Sequence[Entry | None] | None) -> PromptLogprobs | None:
-    """vLLM's shape: a table for each prompt token, from token id to log-probability, rank and text; null for the
-    first."""
+    """vLLM's shape: a table for each prompt token, from token id to log-probability, rank and text; null for the first.
+    None: not asked."""
     if entries is None:
         return None
     return [

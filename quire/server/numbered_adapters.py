@@ -56,7 +56,8 @@ class NumberedAdapters:
         return {number: each for number, each in self._known.items() if may_use(each.ref.name)}
 
     def chosen(self, lora: Sequence[LoraScale] | None) -> AdapterRef | None:
-        """Adapter of a request. Raises UserError for an unknown number or a sum."""
+        """Adapter of a request, with its scale; None: none. lora: None means the adapters' own scales. Raises UserError
+        for an unknown number or a sum."""
         if not self._known and not lora:
             return None
         usable = self.usable()

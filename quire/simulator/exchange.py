@@ -25,8 +25,7 @@ class RankTraffic(NamedTuple):
 
 
 def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES) -> RankTraffic:
-    """Traffic of a layout, for `quire plan` and sweeps: sums behind attention, MLPs and the embedding, gathered logits
-    and queries, results over the tokens of one rank, hidden states, and a prompt's keys and values."""
+    """Traffic of a layout's ranks, for `quire plan` and sweeps."""
     within = 0
     if layout.tp > 1:
         within = sum(_in_layer(layer, shape.hidden, layout) for layer in shape.layers)

@@ -28,8 +28,7 @@ def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs:
 
 
 def step_bytes(shape: ModelShape, num_tokens: int, num_seqs: int, *, dtype_bytes: int = 2, tp: int = 1) -> int:
-    """Estimated bytes of a step: the residual stream three times, the wider of attention and MLP, and the sampler's
-    float32 logits."""
+    """Estimated activation bytes of a step, with the sampler's float32 logits."""
     width = shape.intermediate
     if shape.experts is not None:
         width = max(width, shape.experts.num_active * shape.experts.intermediate)

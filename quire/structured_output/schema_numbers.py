@@ -193,7 +193,8 @@ def check_merges(found: list[SchemaNumbers]) -> None:
 
 
 def _bound(value: Decimal | None, exclusive: Decimal | None, is_exclusive: bool, sign: int) -> Bound | None:
-    """Narrower bound. is_exclusive: draft 4's flag on `value`. sign: 1 for the lower bound."""
+    """Narrower of both bounds; None: neither is given. is_exclusive: draft 4's flag on `value`. sign: 1 for the lower
+    bound."""
     found = None if value is None else Bound(value, is_exclusive)
     if exclusive is None:
         return found
@@ -241,7 +242,8 @@ def _plain(value: Decimal) -> int | float:
 
 
 def _multiple(step: Fraction) -> int | float:
-    """Multiple as llguidance reads it: a double, times ten until it is an integer."""
+    """Multiple as llguidance reads it: a double, times ten until it is an integer. Raises ValueError where that is not
+    exact."""
     value, exponent = float(step), 0
     plain = value
     while value != int(value) and exponent < 20:

@@ -27,7 +27,7 @@ class RehearsalTurns:
         self._lanes[job.lane].setdefault(job.client, deque()).append(job)
 
     def take(self, lanes: range) -> RehearsalText | None:
-        """Next job of the first of these lanes that has one."""
+        """Next job of the first of these lanes that has one; None: none has."""
         for lane in lanes:
             clients = self._lanes[lane]
             if clients:

@@ -127,7 +127,8 @@ def text_of_part(part: Any, where: str) -> str:
 
 
 def decoded_arguments(arguments: Any, where: str) -> Any:
-    """Decode the JSON of a call's arguments; other types stay unchanged. Raises UserError."""
+    """Decode the JSON of a call's arguments; None and blank text become {}, other types stay unchanged. Raises
+    UserError."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

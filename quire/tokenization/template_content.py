@@ -64,7 +64,7 @@ def _attribute(node: nodes.Getattr | nodes.Getitem) -> object:
 
 def _stem(node: nodes.Node | None, attribute: str | None = None) -> str | None:
     """Variable of an expression, under filters, tests and slices; with `attribute`, the variable whose attribute or
-    item it is."""
+    item it is. None: another expression."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

@@ -184,7 +184,7 @@ class Tokenizer:
             return self.pieces.token_bytes(token_id)
 
     def token_to_id(self, token: str) -> int | None:
-        """Id of a vocabulary entry by exact name."""
+        """Id of a vocabulary entry by exact name; None: no entry."""
         token_id: int | None = self.backend.token_to_id(token)
         return token_id
 

@@ -27,7 +27,7 @@ def group_directories(controller: str, root: Path = ROOT) -> Iterator[Path]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPU time in cores allowed by the tightest group of this process."""
+    """CPU time in cores allowed by the tightest group of this process; None: no limit."""
     found = []
     for directory in group_directories("cpu", root):
         if (directory / "cpu.max").exists():

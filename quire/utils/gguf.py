@@ -178,7 +178,7 @@ class GGUFFile:
 
     def places(self, key: str, names: Collection[str]) -> dict[str, int]:
         """Indices of those of `names` that an array of strings holds, the last one of each; empty when the key is
-        absent. The others are not decoded."""
+        absent."""
         found = self._strings(key) or []
         known = {name.encode() for name in names}.intersection(found)
         return {text.decode(): index for index, text in enumerate(found) if text in known} if known else {}
@@ -250,8 +250,8 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """GGUF file of a directory, of a split model the first; not a vision tower's. Raises ModelLoadError for several
-    models."""
+    """GGUF file of a directory, of a split model the first; not a vision tower's; None: no file. Raises ModelLoadError
+    for several models."""
     found = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file() and not is_mmproj(path))
     if len(found) > 1 and found != parts_of(found[0]):
         raise ModelLoadError(f"{directory} holds {len(found)} GGUF files: name the one to load, such as {found[0]}")

@@ -7,8 +7,7 @@ MAX_BYTES = 15
 
 
 def name_process(name: str) -> None:
-    """Show this process as `name` in `top` and `ps -o comm`, on Linux; call it from the main thread. Without effect
-    where that is not possible."""
+    """Show this process as `name` in `top` and `ps -o comm`, on Linux; elsewhere without effect. Main thread only."""
     try:
         with open("/proc/self/comm", "w", encoding="utf-8") as file:
             file.write(name)

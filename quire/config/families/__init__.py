@@ -61,7 +61,7 @@ _RECURRENT_KEYS = (
 
 
 def by_class(values: Mapping[str, Any]) -> Family | None:
-    """Family of the first known class in `architectures`."""
+    """Family of the first known class in `architectures`; None: none is known."""
     names = values.get("architectures")
     for name in names if isinstance(names, list) else ():
         if isinstance(name, str) and name in ARCHITECTURES:

@@ -84,8 +84,8 @@ class KVConnector:
         return False
 
     def orders(self, *, may_allocate: bool) -> Transfers | None:
-        """Orders for this plan; called once per plan. may_allocate: host blocks may be taken; False for a plan that
-        swaps sequences in."""
+        """Orders for this plan (None: none); called once per plan. may_allocate: host blocks may be taken; False for a
+        plan that swaps sequences in."""
         return None
 
     def update(self, report: TransferReport) -> None:

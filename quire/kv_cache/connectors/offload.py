@@ -188,7 +188,8 @@ class OffloadConnector(KVConnector):
         self.counters.num_disk_hits += self._from_disk.pop(source, None) == key
 
     def _is_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
-        """True if loading the blocks takes less time than computing the tokens."""
+        """True if loading the blocks takes less time than computing the tokens, if a time is unknown, and once in RETRY
+        refusals."""
         loading, computing = num_disk_blocks * self._load_seconds, num_tokens * self._token_seconds
         if not computing or loading < computing:
             return True

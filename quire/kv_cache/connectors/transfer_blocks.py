@@ -108,7 +108,8 @@ class TransferBlocks:
         return key in self._arriving
 
     def num_taken(self, found: Lookup) -> int:
-        """Number of allocatable blocks that `allocate` takes for a lookup."""
+        """Number of allocatable blocks that `allocate` takes for a lookup: hits without an owner, and blocks to
+        load."""
         hits = (self._indexes[group].find(block_hash) for group, block_hash in found.on_device)
         num_evictable = sum(block is not None and self._pool.is_evictable(block) for block in hits)
         return num_evictable + sum(key not in self._arriving for key in found.to_load)

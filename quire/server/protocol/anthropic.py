@@ -196,7 +196,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
         return ["thinking.budget_tokens"] if budget and not reasons else []
 
     def to_chat(self, *, reasons: bool = False) -> dict[str, Any]:
-        """Body of the chat completion, without messages. reasons: see `ignored`. Raises UserError."""
+        """Body of the chat completion, without messages. reasons: server separates the model's reasoning. Raises
+        UserError."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in PASSED_ON if getattr(self, name, None)}
         if self.messages[-1].role == "assistant":  # the answer's beginning
             fields |= {"add_generation_prompt": False, "continue_final_message": True}

@@ -114,8 +114,8 @@ class CpuPlatform:
         return "thread" if queue_depth > 1 else "inline"  # torch releases the interpreter while it computes
 
     def computing(self) -> AbstractContextManager[object]:
-        """Context with the right number of torch's threads, which is per calling thread; another engine may have
-        changed it."""
+        """Inference mode, with the right number of torch's threads, which is per calling thread; another engine may
+        have changed it."""
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         return torch.inference_mode()

@@ -109,8 +109,8 @@ class DeviceDrafts:
         self._token_ids = torch.zeros(0, dtype=torch.int64, device=arena.words.device)
 
     def place(self, plan: StepPlan, requests: RequestState) -> Placed:
-        """Number of drafts per sequence; start positions are upper bounds, which the device corrects. Called before a
-        plan's batch is built."""
+        """Start positions (upper bounds, which the device corrects), token counts and numbers of drafts per sequence.
+        Called before a plan's batch is built."""
         counts, num_drafts = list(plan.num_tokens), list(plan.num_drafts or [0] * len(plan.seq_ids))
         self._given = {}
         for index, (seq_id, start) in enumerate(zip(plan.seq_ids, plan.start_positions, strict=True)):

@@ -34,7 +34,7 @@ class GraphCapture(Protocol):
         ...
 
     def make_room(self) -> None:
-        """Free torch's reserve, which a capture cannot use."""
+        """Free torch's reserve, which a capture cannot use, before a second try."""
         ...
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class SharedInputs:
         return prepare_inputs(batch, self._columns.token_ids, self._tables)
 
     def _deal_read(self, batch: InputBatch, own: np.ndarray, owner: np.ndarray) -> torch.Tensor | None:
-        """Read rows of this rank's part, at least one: kernels take no rows for all."""
+        """Read rows of this rank's part, at least one: kernels take no rows for all. None: all tokens are read."""
         read = np.arange(batch.num_tokens) if batch.logits_rows is None else batch.logits_rows
         readers = owner[read]
         self._read = [np.flatnonzero(readers == rank) for rank in range(self._group.size)]
