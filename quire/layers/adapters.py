@@ -129,7 +129,7 @@ def nothing_runs() -> None:
 
 
 class StepSlots:
-    """Adapter slots of a step's tokens, [T], in torch. rows: read tokens (None: all). token_ids: of recorded runs."""
+    """Adapter slots of a step's tokens, [T], in torch. rows: read tokens (None: all). token_ids: a recorded run's."""
 
     def __init__(self, slots: torch.Tensor, rows: torch.Tensor | None, token_ids: torch.Tensor | None = None) -> None:
         self._slots, self._rows, self.token_ids = slots, rows, token_ids
