@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docs.code_map import code_map
 from quire.cli.main import main
 from quire.cli.vllm import flag_tables
 from quire.version import __version__
@@ -52,7 +53,7 @@ def _page(app: Any, name: str, source: list[str]) -> None:
         return match[0] if path.suffix in _PAGES else f"{words} (`{path.relative_to(ROOT)}`)"
 
     text = _LINK.sub(link, text)
-    for mark, table in {"<!-- flags -->": flag_tables, "<!-- kv waste -->": _kv_waste}.items():
+    for mark, table in _TABLES.items():
         if mark in text:
             text = text.replace(mark, table())
     source[0] = text
@@ -62,6 +63,9 @@ def _kv_waste() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["plan", "--kv-waste"]) == 0
     return printed.getvalue()
+
+
+_TABLES = {"<!-- flags -->": flag_tables, "<!-- kv waste -->": _kv_waste, "<!-- code map -->": code_map}
 
 
 def setup(app: Any) -> None:

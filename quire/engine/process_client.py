@@ -72,6 +72,7 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         self._error_id = errors.new_error_id()
         """Error id of the process's death, the same at every raise."""
         self._died = threading.Event()
+        self._closing = threading.RLock()
         self._is_silent = False
         self._stopped_rank: int | None = None
         received = EngineReady | EngineFailed | EngineOutputs
@@ -100,6 +101,10 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
             self._send(*messages)
 
     def shutdown(self, timeout: float = 5.0) -> None:
+        with self._closing:  # a second caller returns when the process has ended, too
+            self._shut_down(timeout)
+
+    def _shut_down(self, timeout: float) -> None:
         asked = False
         with self._sending:
             if self._closed:

@@ -175,7 +175,7 @@ class BackgroundResponses:
         self._keeping: set[asyncio.Task[None]] = set()
         self._running: dict[tuple[str, str], BackgroundResponse] = {}
         self._starting: dict[tuple[str, str], list[asyncio.Event]] = {}
-        """Starts that the store is asked for; it may know the response first."""
+        """Starts that the store may know first."""
 
     def find_response(self, owner: str, response_id: str) -> BackgroundResponse | None:
         return self._running.get((owner, response_id))

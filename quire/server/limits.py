@@ -41,7 +41,7 @@ class Allowance:
         return self.use_if_left(0.0, amount)
 
     def use_if_left(self, amount: float, needed: float) -> float:
-        """Use `amount` if `needed` is left, at once: other processes count too. Returns the seconds to wait for it."""
+        """Use `amount` if `needed` is left. Returns the seconds until then."""
         with self._numbers.lock():
             left = self.per_minute - self._refill()
             if needed <= left:

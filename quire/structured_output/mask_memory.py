@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import struct
 import tempfile
 import time
 from typing import NamedTuple
@@ -15,8 +14,9 @@ BOARD_BYTES = 4096
 MIN_SLOTS = 64
 MEASURED_SECONDS = 0.0005
 """Longest work measured by the wall clock."""
-_ENTRY = struct.Struct("<qd")
-"""Entry of a thread on the board: slot + 1, or 0 without work; time.monotonic() at its beginning."""
+SINCE_BITS = 40
+"""Low bits of a thread's entry on the board, one word that is read whole: milliseconds of time.monotonic() at the
+work's beginning. Above them: slot + 1, or 0 without work."""
 
 
 def num_mask_bytes(vocab_size: int) -> int:
@@ -51,6 +51,7 @@ class MaskMemory:
         self._stride = -(-num_slot_bytes(vocab_size) // 64) * 64
         self.num_slots = 0
         self._map: mmap.mmap
+        self._board: memoryview[int]
         self.hold(MIN_SLOTS)
 
     def hold(self, num_slots: int) -> None:
@@ -61,6 +62,7 @@ class MaskMemory:
         if os.fstat(self._descriptor).st_size < size:
             os.ftruncate(self._descriptor, size)
         self._map = mmap.mmap(self._descriptor, size)
+        self._board = memoryview(self._map)[:BOARD_BYTES].cast("Q")
         self.num_slots = num_slots
 
     def write(self, slot: int, mask: memoryview) -> None:
@@ -73,12 +75,12 @@ class MaskMemory:
 
     def note_work(self, thread: int, slot: int, now: float) -> None:
         """A thread of the mask process begins work for a slot; -1: it has none."""
-        _ENTRY.pack_into(self._map, thread * _ENTRY.size, slot + 1, now)
+        self._board[thread] = (slot + 1) << SINCE_BITS | int(1000 * now)
 
     def busy(self, num_threads: int) -> list[Busy]:
         """Current work of each thread of the mask process, or its last work before the process ended."""
-        entries = (_ENTRY.unpack_from(self._map, thread * _ENTRY.size) for thread in range(num_threads))
-        return [Busy(number - 1, since) for number, since in entries if number]
+        entries = (divmod(self._board[thread], 1 << SINCE_BITS) for thread in range(num_threads))
+        return [Busy(number - 1, since / 1000) for number, since in entries if number]
 
     def forget(self) -> None:
         """Release the memory of all masks, while none is used."""

@@ -135,8 +135,8 @@ class ConstraintService:
                 self._poll(min(seconds - waited, 1.0))
 
     def await_mask(self, matcher: RemoteMatcher) -> None:
-        """Wait until a matcher's mask is there, or known not to come. Raises UserError after MASK_SECONDS, besides the
-        start of processes."""
+        """Wait until a matcher's mask is there, or known not to come. Raises UserError after MASK_SECONDS, starts of
+        processes aside."""
         deadline = time.monotonic() + MASK_SECONDS
         self.flush()
         while not matcher.has_mask:

@@ -141,7 +141,7 @@ class Helper:
         self._start_seconds = START_SECONDS
         self._setup_frame: bytes | bytearray = encode_frame(setup)
         self.is_usable = True
-        """True if the process can take another job, unless it was killed."""
+        """True if the process can take another job."""
         self.is_killed = False
         ours, theirs = socket.socketpair()
         with theirs:
@@ -220,7 +220,7 @@ class Helper:
         return found
 
     def kill(self) -> None:
-        """End the process; another thread's request finds the connection closed, or was answered just before."""
+        """End the process; another thread's request finds the connection closed."""
         self.is_killed = True  # first: the process lives on for a moment
         self._process.kill()
 

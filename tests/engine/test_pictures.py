@@ -45,7 +45,7 @@ class Helpers:
         is_video = reader.endswith("prepare_video")
         if is_video:
             self.has_begun.set()
-            self.release.wait(20)
+            self.release.wait(120)
         self.done.append(("video" if is_video else "image", limits))
         return msgspec.msgpack.encode(ReadyVideo([IMAGE], [0.0], []) if is_video else IMAGE)
 
@@ -92,7 +92,7 @@ async def test_an_image_does_not_wait_for_videos() -> None:
             asyncio.ensure_future(pictures.ready(INPUTS, [Picture(f"x[{number}]", bytes([number]), is_video=True)]))
             for number in range(3)
         ]
-        await asyncio.to_thread(helpers.has_begun.wait, 20)
+        await asyncio.to_thread(helpers.has_begun.wait, 120)
         assert await pictures.ready(INPUTS, [Picture("y", b"image")]) == [IMAGE]
         assert helpers.done == [("image", BODY_LIMITS)]
         helpers.release.set()

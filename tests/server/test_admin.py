@@ -112,7 +112,7 @@ async def test_a_pause_holds_or_refuses_new_requests(model_path: Path) -> None:
             assert ((await get("/ready")).status_code, (await get("/health")).status_code) == (503, 200)
             new = asyncio.ensure_future(post("/v1/completions", json={**body, "stream": True}))
             if mode != "keep":
-                refused = await asyncio.wait_for(new, 20)
+                refused = await asyncio.wait_for(new, 120)
                 assert (refused.status_code, "POST /resume" in refused.text) == (503, True)
                 await running
             served.hurry()

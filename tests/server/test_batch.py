@@ -195,7 +195,7 @@ async def test_a_full_disk_ends_all(local: Served) -> None:
     assert local.app is not None
     with pytest.raises(OSError, match="No space"):
         await run_batch(local.app, [line(n, prompt="a" * 20, max_tokens=99) for n in range(9)], full, pace=Pace(9))
-    await asyncio.wait_for(local.until_idle(), 20)
+    await asyncio.wait_for(local.until_idle(), 120)
 
 
 @pytest.mark.parametrize(

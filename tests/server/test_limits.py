@@ -171,7 +171,7 @@ def test_processes_that_count_at_once_do_not_both_use_the_last_request(
     clock = VirtualClock()
     numbers = [Numbers.create(tmp_path / "numbers", 3), Numbers.open(tmp_path / "numbers", 3, 0)]
     first, second = [RateLimit(1, None, each, clock) for each in numbers]
-    lock, counted = numbers[0].lock, []
+    lock, counted = numbers[0].lock, list[bool]()
 
     @contextlib.contextmanager
     def lock_and_let_the_other_count() -> Iterator[None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import socket
 
 import msgspec
 import pytest
 
-from quire.structured_output.mask_memory import MaskMemory, MaskScratch, make_memory
+from quire.structured_output import mask_process
+from quire.structured_output.mask_memory import BOARD_BYTES, Busy, MaskMemory, MaskScratch, make_memory
 from quire.structured_output.mask_process import SLOW_SECONDS, SLOW_THREAD, Compiled, MaskProcess, consume_here
 from quire.structured_output.messages import Advance, Done, Grammar, MaskWork, MatcherAnswer, New
 from quire.structured_output.sequence_state import MaskShape, SequenceState
@@ -20,8 +22,11 @@ LONG = 1e-3
 """Seconds of a mask that answers do not wait for."""
 
 
-def test_a_thread_that_was_overtaken_makes_the_mask_while_the_other_one_reads() -> None:
+def test_a_thread_that_was_overtaken_makes_the_mask_while_the_other_one_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The thread that took over waits for a message, and the engine core for the mask: no message comes."""
+    monkeypatch.setattr(mask_process, "IDLE_SECONDS", math.inf)  # no thread falls asleep, which no other one would wake
     core, end = socket.socketpair()
     shape = MaskShape.of(VOCAB_SIZE, ENDS)
     vocabulary = make_vocabulary(load_tokenizer("bundled"), VOCAB_SIZE, ENDS)
@@ -130,3 +135,16 @@ def test_tokens_wait_for_a_matcher_that_starts_slowly(grammar: str, num_messages
         assert [(answer.error, answer.num_accepted) for answer in answers] == [("", 0), ("", 1)]
     core.close()
     end.close()
+
+
+def test_work_on_the_board_is_one_word() -> None:
+    """The engine core reads it at any time: a beginning of other work would make it a hang."""
+    board = MaskMemory(make_memory(), VOCAB_SIZE)
+    before = board._map[:BOARD_BYTES]
+    board.note_work(1, 5, 12.5)
+    assert {place // 8 for place in range(BOARD_BYTES) if board._map[place] != before[place]} == {1}
+    assert board.busy(3) == [Busy(5, 12.5)]
+    board.note_work(1, -1, 0.0)
+    assert board.busy(3) == []
+    assert board._map[:BOARD_BYTES] == before
+    board.close()
