@@ -462,8 +462,10 @@ class AsyncLLM:
         ends all requests with finish reason "abort"; "wait" returns when running ones have ended; "keep" suspends them.
         clear_cache: drop cached prefixes, except with "keep". Raises UserError for another mode."""
         check_mode(mode)
-        self._session.control.pauses, self._session.control.refuses_new = True, mode != "keep"
+        control = self._session.control
+        control.pauses, control.refuses_new = True, mode != "keep"
         await self._session.ask("pause", "all" if mode == "keep" else "new")
+        control.pauses, control.refuses_new = True, mode != "keep"  # the answer to a resume may have come since
         if mode == "abort":
             await self._session.ask("abort_all")
         if mode == "wait":

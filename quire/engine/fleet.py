@@ -284,13 +284,14 @@ class Fleet:
 
     def _stop_or_start(self, method: str, member: Member) -> None:
         is_wanted = method == "start_replica"
-        if not is_wanted and not any(each.is_up for each in self.members if each is not member):
+        if not is_wanted and not any(each.stays_up for each in self.members if each is not member):
             text = f"{member.name} cannot be stopped: none of the others is up to go on with its requests"
             self._settle(member, CallResult(0, error=text), ["stop_replica"])
             return
         member.is_wanted = is_wanted
+        member.is_stopping = member.is_stopping or (member.is_up and not is_wanted)
         self._lock.notify_all()
-        if is_wanted and member.is_up:
+        if is_wanted and member.stays_up:
             self._settle(member, CallResult(0, 1), REPLICA_CALLS)
 
     def _settle(self, member: Member, result: CallResult | None = None, methods: Container[str] | None = None) -> None:
@@ -349,9 +350,7 @@ class Fleet:
     def _run(self, member: Member) -> None:
         try:
             while True:
-                parts = self._pump(member, None)
-                if parts is not None:
-                    self._arrived.put(parts)
+                self._pump(member, None)
         except BaseException as error:  # if this thread ended silently, every request would wait for ever
             self._end(error)
 
@@ -364,7 +363,7 @@ class Fleet:
                 outputs = member.receive(deadline)
             except EngineDeadError as death:
                 self._raise_if_over()
-                if member.ready is None or (member.is_wanted and not self._restarts):
+                if member.ready is None or (not member.is_stopping and not self._restarts):
                     self._end(death)
                     raise
                 parts = self._note_death(member, death)
@@ -405,12 +404,19 @@ class Fleet:
             if outputs.stats is not None:
                 member.stats = outputs.stats
                 parts[0].stats = add_up([member.counted for member in self.members])
+            return self._pass_on(parts)
+
+    def _pass_on(self, parts: Parts) -> Parts:
+        # Under the lock: the answer of all members comes behind the outputs that each sent before its own.
+        if len(self.members) > 1:
+            self._arrived.put(parts)
         return parts
 
     def _note_death(self, member: Member, death: EngineDeadError) -> Parts:
         parts = Parts(EngineOutputs)
         with self._lock:
             self._raise_if_over()
+            was_stopped = member.is_stopping
             member.note_death(death)
             here = list(member.entries.values())
             running = {entry.request_id: entry.position for entry in here if entry.is_sent and not entry.is_over}
@@ -418,7 +424,7 @@ class Fleet:
                 entry.is_sent = False
                 if entry.is_over:  # a registered prefix is computed again
                     entry.generated, entry.ended = [[]], set()
-            if not member.is_wanted:
+            if was_stopped:
                 return parts
             culprit = member.search.note_death(running)
             if culprit is not None:
@@ -431,7 +437,7 @@ class Fleet:
             logger.warning(text, death.error_id, member.name, len(running), what, death)
             if member.num_fruitless > MAX_FRUITLESS_DEATHS:
                 self._lose(member, f"{member.name} died {member.num_fruitless} times in a row without a token")
-        return parts
+            return self._pass_on(parts) if parts else parts
 
     def _restart(self, member: Member) -> None:
         for attempt in itertools.count():
@@ -448,10 +454,7 @@ class Fleet:
                     self._lock.wait()
             self._raise_if_over()
             try:
-                member.client = member.start(self._first_ready, member.stats_before)
-                if self._death is not None:
-                    member.client.shutdown()
-                _ = member.client.ready
+                self._start(member)
                 return
             except QuireError as error:
                 self._raise_if_over()
@@ -462,18 +465,22 @@ class Fleet:
                     if attempt + 1 == MAX_STARTS and not member.is_lost:
                         self._lose(member, f"{member.name} could not be started again: {error}")
 
+    def _start(self, member: Member) -> EngineReady:
+        member.client = member.start(self._first_ready, member.stats_before)
+        if self._death is not None:  # a shutdown may have come before the line above
+            member.client.shutdown()
+        return member.client.ready
+
     def _bring_up(self, member: Member) -> None:
         """Wait for a member's engine and restore its predecessor's state, requests and open calls."""
         started, death = time.monotonic(), member.death
         if death is not None:
             self._restart(member)
-        elif member.client is None:
-            member.client = member.start(self._first_ready, None)
-        assert member.client is not None
-        ready = member.client.ready
+        ready = self._start(member) if member.client is None else member.client.ready
         with self._lock:
             self._raise_if_over()
-            member.is_up, member.is_lost, member.death, member.ready = True, False, None, member.ready or ready
+            member.is_up, member.is_stopping = True, not member.is_wanted
+            member.is_lost, member.death, member.ready = False, None, member.ready or ready
             self._lock.notify_all()
             for state in self._states:
                 member.deliver(Call(0, state.method, state.argument))
@@ -483,12 +490,12 @@ class Fleet:
                     opened.waiting.add(member.number)
                 if member.number in opened.waiting and opened.asked.method not in REPLICA_CALLS:
                     member.deliver(opened.asked)
+            if death is not None:  # before an answer says that the engine is up
+                member.num_restarts += 1
+                text = "%s is back after %.1f s; %d requests go on"
+                logger.warning(text, member.name, time.monotonic() - started, len(member.entries))
             if member.is_wanted:
                 self._settle(member, CallResult(0, 1), REPLICA_CALLS)
-        if death is not None:
-            member.num_restarts += 1
-            text = "%s is back after %.1f s; %d requests go on"
-            logger.warning(text, member.name, time.monotonic() - started, len(member.entries))
 
     def _lose(self, member: Member, reason: str) -> None:
         """Mark a member as lost until an engine of it starts; the others take its requests. Raises EngineDeadError

@@ -97,7 +97,9 @@ class Member:
         self.is_lost = False
         """True if its engines failed too often; its requests have moved."""
         self.is_wanted = True
-        """False: its thread ends the engine."""
+        """False from a stop to a start."""
+        self.is_stopping = False
+        """True: its thread ends the engine, even if a start has come since."""
         self.death: EngineDeadError | None = None
         """Last death; None again once the next engine is ready."""
         self.search = CulpritSearch()
@@ -117,10 +119,14 @@ class Member:
         return self.client.silence if self.is_up and self.client is not None else 0.0
 
     @property
+    def stays_up(self) -> bool:
+        return self.is_up and not self.is_stopping
+
+    @property
     def takes_new(self) -> bool:
-        """True if the engine is up, wanted and not silent, and searches for no culprit: a new request would start at
+        """True if the engine stays up, is not silent, and searches for no culprit: a new request would start at
         once."""
-        return self.is_up and self.is_wanted and not self.search.is_searching and self.silence < SILENCE_LIMIT
+        return self.stays_up and not self.search.is_searching and self.silence < SILENCE_LIMIT
 
     @property
     def counted(self) -> EngineStats:
@@ -140,7 +146,7 @@ class Member:
         client = self.client
         assert client is not None
         while True:
-            if not self.is_wanted:
+            if self.is_stopping:
                 client.shutdown()
                 raise EngineDeadError("the engine was stopped")
             remaining = WATCH_SECONDS if deadline is None else min(WATCH_SECONDS, deadline - time.monotonic())
@@ -157,7 +163,7 @@ class Member:
                 return None
 
     def note_death(self, death: EngineDeadError) -> None:
-        self.is_up, self.death = False, death
+        self.is_up, self.is_stopping, self.death = False, False, death
         self.num_fruitless += 1
         if self.stats is not None:
             self.stats_before, self.stats = carry_over(self.stats_before, self.stats), None

@@ -264,7 +264,8 @@ class Session:
             self.client.send(Call(call_id, method, argument))
             result = await wait_for_answer(future, method, lambda: self.client.silence)
         finally:
-            self._calls.pop(call_id, None)
+            with self._lock:
+                self._calls.pop(call_id, None)
         self.check_alive()
         result.raise_error(_PARAMETERS.get(method, "method"))
         return result

@@ -1,6 +1,6 @@
 """Layers with recurrent state (short convolution, gated delta rule, gated norm): their reference in torch. A page holds
 the state after a *border*, a multiple of STATE_BORDER tokens, and later rows
-(docs/decisions/0032-states-at-borders.md)."""
+(docs/decisions/0026-kv-groups.md)."""
 
 from __future__ import annotations
 

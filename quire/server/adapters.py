@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -97,6 +98,9 @@ class ServedAdapters:
         self._shared = shared.names
         self.numbered = NumberedAdapters(shared.numbered)
         self._changing = asyncio.Lock()
+        self._loading = ""
+        self._told: set[str] = set()
+        """Names in the shared table, as far as this process knows."""
         if self._directory is not None:
             if not engine.engine_config.adapters.is_on:
                 raise ConfigError("lora_dir needs enable_lora", param="lora_dir")
@@ -134,8 +138,9 @@ class ServedAdapters:
             return
         async with self._changing:
             if self.find(name) is None:
-                await asyncio.to_thread(self._engine.adapters.add_name, name, str(path))
-                self._publish(name, "keep")
+                with self._loads(name):
+                    await asyncio.to_thread(self._engine.adapters.add_name, name, str(path))
+                    self._publish(name, "keep")
 
     async def load(self, module: LoraModule, *, load_inplace: bool = False, is_new: bool = True) -> None:
         """Read an adapter and compute one token with it, to refuse one that does not fit the model. is_new: refuse a
@@ -147,17 +152,28 @@ class ServedAdapters:
             before = self.find(module.name)
             if before is not None and not is_new:
                 return
-            await asyncio.to_thread(
-                adapters.add_name, module.name, module.path, module.base_model_name, load_inplace=load_inplace
-            )
-            try:
-                await self._try(adapters.named(module.name))
-                self._publish(module.name, "replace" if load_inplace else "refuse" if is_new else "keep")
-            except QuireError:
-                adapters.remove(module.name)
-                if before is not None:
-                    await asyncio.to_thread(adapters.add_name, before.name, before.path, before.base_model_name)
-                raise
+            with self._loads(module.name):
+                await asyncio.to_thread(
+                    adapters.add_name, module.name, module.path, module.base_model_name, load_inplace=load_inplace
+                )
+                try:
+                    await self._try(adapters.named(module.name))
+                    self._publish(module.name, "replace" if load_inplace else "refuse" if is_new else "keep")
+                except QuireError:
+                    adapters.remove(module.name)
+                    if before is not None:
+                        await asyncio.to_thread(adapters.add_name, before.name, before.path, before.base_model_name)
+                    raise
+
+    @contextlib.contextmanager
+    def _loads(self, name: str) -> Iterator[None]:
+        # What the others say of this name meanwhile counts behind it.
+        self._loading = name
+        try:
+            yield
+        finally:
+            self._loading = ""
+            self._shared.reread()
 
     async def unload(self, name: str) -> None:
         """Forget the adapter of this name. Raises ApiError (404) if it is unknown."""
@@ -167,6 +183,7 @@ class ServedAdapters:
                     f"The lora adapter '{name}' cannot be found.", param="lora_name", code="not_found", status=404
                 )
             self._engine.adapters.remove(name)
+            self._told.discard(name)
             self._shared.change(partial(_forget, name))
 
     def _publish(self, name: str, known: Literal["replace", "refuse", "keep"]) -> None:
@@ -183,17 +200,19 @@ class ServedAdapters:
                 names[name] = NamedAdapter(request.lora_path, ref, request.base_model_name)
 
         self._shared.change(put)
+        self._told.add(name)
 
     def _hear(self) -> None:
         news = self._shared.news()
         if news is None:
             return
         adapters = self._engine.adapters
-        for name in adapters.names:
-            if name not in news:
-                adapters.remove(name)
+        gone, self._told = self._told - news.keys(), set(news)
+        for name in gone & set(adapters.names) - {self._loading}:
+            adapters.remove(name)
         for name, told in news.items():
-            adapters.learn(name, told.path, told.ref, told.base_model_name)
+            if name != self._loading:
+                adapters.learn(name, told.path, told.ref, told.base_model_name)
 
     async def load_at_start(self, settings: ServerSettings) -> None:
         """Load the settings' adapters, before the server is ready. Raises ConfigError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
@@ -174,9 +174,17 @@ class BackgroundResponses:
         self._store = store
         self._keeping: set[asyncio.Task[None]] = set()
         self._running: dict[tuple[str, str], BackgroundResponse] = {}
+        self._starting: dict[tuple[str, str], list[asyncio.Event]] = {}
+        """Starts that the store is asked for; it may know the response first."""
 
     def find_response(self, owner: str, response_id: str) -> BackgroundResponse | None:
         return self._running.get((owner, response_id))
+
+    async def find_started(self, owner: str, response_id: str) -> BackgroundResponse | None:
+        """Wait for starts under way, then find the response."""
+        for start in list(self._starting.get((owner, response_id), ())):
+            await start.wait()
+        return self.find_response(owner, response_id)
 
     async def start(
         self, owner: str, answer: ResponseAnswer, conversation: Listing, *, keeps_events: bool
@@ -184,15 +192,32 @@ class BackgroundResponses:
         """Start to make a response. Raises ApiError: 400 for an id in use, 429 if the store is full."""
         response_id = answer.body.id
         response = BackgroundResponse(answer, conversation, keeps_events=keeps_events)
+        with self._noting_start((owner, response_id)):
+            await self._begin(owner, response_id, response)
+            self._running[owner, response_id] = response
+            task = response.start()
+        task.add_done_callback(lambda _: self._begin_to_keep(owner, response_id, response))
+        return response
+
+    @contextlib.contextmanager
+    def _noting_start(self, key: tuple[str, str]) -> Iterator[None]:
+        has_ended = asyncio.Event()
+        starts = self._starting.setdefault(key, [])
+        starts.append(has_ended)
+        try:
+            yield
+        finally:
+            has_ended.set()
+            starts.remove(has_ended)
+            if not starts:
+                del self._starting[key]
+
+    async def _begin(self, owner: str, response_id: str, response: BackgroundResponse) -> None:
         match await self._store.begin_response(owner, response_id, response.begun(self._store.maker)):
             case ResponseRejection.IN_USE:
                 raise invalid_request(f"the response {response_id!r} is being made", param="request_id")
             case ResponseRejection.NO_ROOM:
                 raise overloaded("too many responses are being made in the background", RETRY_SECONDS)
-        self._running[owner, response_id] = response
-        task = response.start()
-        task.add_done_callback(lambda _: self._begin_to_keep(owner, response_id, response))
-        return response
 
     def _begin_to_keep(self, owner: str, response_id: str, response: BackgroundResponse) -> None:
         response.end()

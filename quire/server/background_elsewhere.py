@@ -110,7 +110,7 @@ async def find_anywhere(
 async def answer_question(background: BackgroundResponses, payload: bytes) -> bytes:
     """Answer another process's question about a response that this one is making."""
     question = msgspec.msgpack.decode(payload, type=_Body | _Follow | _Cancel | _Settle | _Delete)
-    response = background.find_response(question.owner, question.response_id)
+    response = await background.find_started(question.owner, question.response_id)
     answer: bytes | ResponseProgress | None = None
     if response is not None:
         match question:

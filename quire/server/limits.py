@@ -38,9 +38,15 @@ class Allowance:
         """[used and not refilled, time of that count]."""
 
     def seconds_until(self, amount: float) -> float:
+        return self.use_if_left(0.0, amount)
+
+    def use_if_left(self, amount: float, needed: float) -> float:
+        """Use `amount` if `needed` is left, at once: other processes count too. Returns the seconds to wait for it."""
         with self._numbers.lock():
             left = self.per_minute - self._refill()
-        return max(0.0, (amount - left) * SECONDS / self.per_minute)
+            if needed <= left:
+                self._common[0] += amount
+        return max(0.0, (needed - left) * SECONDS / self.per_minute)
 
     def use(self, amount: float) -> None:
         with self._numbers.lock():
@@ -66,17 +72,15 @@ class RateLimit:
     def count_request(self) -> None:
         """Count a request. Raises ApiError (429, with the seconds to wait) if too many came or earlier ones used up the
         tokens. A line of a batch leaves half a minute's allowance to other requests of the key."""
-        for allowance, what in ((self._requests, "requests"), (self._tokens, "tokens")):
+        for allowance, amount, what in ((self._tokens, 0, "tokens"), (self._requests, 1, "requests")):
             if allowance is None:
                 continue
             per_minute = allowance.per_minute
             needed = min(per_minute, 1 + per_minute / 2) if IN_BACKGROUND.get() else 1
-            seconds = allowance.seconds_until(needed)
+            seconds = allowance.use_if_left(amount, needed)
             if seconds > 0:
                 message = f"this API key may use {per_minute} {what} a minute"
                 raise overloaded(message, math.ceil(seconds))
-        if self._requests is not None:
-            self._requests.use(1)
 
     def use_tokens(self, count: int) -> None:
         if self._tokens is not None and count:

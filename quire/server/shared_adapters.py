@@ -40,6 +40,10 @@ class SharedTable(Protocol[K, V]):
         """Entries of all processes; None if unchanged since the last call."""
         ...
 
+    def reread(self) -> None:
+        """Let the next `news` return the entries in any case."""
+        ...
+
     def change(self, change: Callable[[dict[K, V]], None]) -> None:
         """Change the entries under a lock. If `change` raises, they stay unchanged."""
         ...
@@ -50,6 +54,9 @@ class OneProcess:
 
     def news(self) -> None:
         return None
+
+    def reread(self) -> None:
+        pass
 
     def change(self, change: Callable[[dict[Any, Any]], None]) -> None:
         """Does nothing."""
@@ -73,6 +80,9 @@ class TableFile(Generic[K, V]):
             return None
         self._seen = version
         return self._decoder.decode(self._path.read_bytes())
+
+    def reread(self) -> None:
+        self._seen = None
 
     def change(self, change: Callable[[dict[K, V]], None]) -> None:
         with open(f"{self._path}.lock", "ab") as lock:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
-import select
 import socket
 import time
 import weakref
@@ -46,8 +45,6 @@ ALONE_SECONDS = 1.0
 """Longest seconds for which all others wait while one matcher is tried."""
 LOOK_SECONDS = 1.0
 """Seconds between two checks for hangs and unused grammars."""
-MASK_SECONDS = 5.0
-"""Longest wait of `await_mask` in seconds."""
 MAX_DEATHS = 5
 DEATH_SECONDS = 60.0
 """Idle mask process's deaths in DEATH_SECONDS beyond which all matchers fail."""
@@ -131,21 +128,6 @@ class MaskClient:
     def read(self, slot: int) -> bytes:
         assert self._memory is not None
         return self._memory.read(slot, self.num_mask_bytes)
-
-    def await_mask(self, matcher: RemoteMatcher) -> None:
-        """Wait until a matcher's mask is there, or known not to come. Raises UserError after MASK_SECONDS."""
-        deadline = time.monotonic() + MASK_SECONDS
-        self.flush()
-        while not matcher.has_mask:
-            if time.monotonic() > deadline:
-                raise too_much_work()
-            if not self.receive():
-                self.check()
-                self.flush()
-                poll = select.poll()
-                if self.connection is not None:
-                    poll.register(self.connection.fileno(), select.POLLIN)
-                poll.poll(LOOK_SECONDS * 1000)
 
     # Messages
 

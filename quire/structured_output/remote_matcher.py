@@ -49,15 +49,15 @@ class ConstraintText:
 
 class RemoteConstraint:
     def __init__(self, service: ConstraintService, text: ConstraintText, client: str, charge: int) -> None:
-        self._service = service
+        self.service = service
         self.text = text
         self.client = client
         self.charge = charge
         self._seconds_left = WORK_SECONDS
 
     def matcher(self, spec: ConstraintSpec, token_ids: Sequence[int]) -> RemoteMatcher:
-        matcher = RemoteMatcher(self._service.masks, self, spec, token_ids)
-        self._service.begin(matcher)
+        matcher = RemoteMatcher(self.service.masks, self, spec, token_ids)
+        self.service.begin(matcher)
         return matcher
 
     def note_work(self, seconds: float, num_tokens: int) -> None:
@@ -124,7 +124,7 @@ class RemoteMatcher:
 
     def mask(self) -> bytes | None:
         if not self.has_mask:
-            self._masks.await_mask(self)
+            self.constraint.service.await_mask(self)
         error = self.error or self._mask_error
         if error is not None:
             raise error

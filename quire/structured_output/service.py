@@ -37,7 +37,7 @@ from quire.structured_output.messages import (
     Verdict,
 )
 from quire.structured_output.recent_texts import RecentTexts
-from quire.structured_output.remote_matcher import ConstraintText, RemoteConstraint, RemoteMatcher
+from quire.structured_output.remote_matcher import ConstraintText, RemoteConstraint, RemoteMatcher, too_much_work
 from quire.utils.child_process import describe_exit, kill, start_interpreter
 
 logger = get_logger(__name__)
@@ -45,6 +45,8 @@ logger = get_logger(__name__)
 FORK_SERVER = "quire.structured_output.fork_server"
 MAX_OUTCOMES = 1024
 MAX_OUTCOME_CHARACTERS = 2**24
+MASK_SECONDS = 5.0
+"""Longest wait of `await_mask` in seconds."""
 SPIN_SECONDS = 0.00005
 """Seconds for which a wait spins."""
 MAX_STARTS = 3
@@ -121,6 +123,7 @@ class ConstraintService:
         began = time.monotonic()
         while True:
             self._receive()
+            self.masks.settle()
             if is_over():
                 return
             waited = time.monotonic() - began
@@ -131,11 +134,25 @@ class ConstraintService:
             else:
                 self._poll(min(seconds - waited, 1.0))
 
+    def await_mask(self, matcher: RemoteMatcher) -> None:
+        """Wait until a matcher's mask is there, or known not to come. Raises UserError after MASK_SECONDS, besides the
+        start of processes."""
+        deadline = time.monotonic() + MASK_SECONDS
+        self.flush()
+        while not matcher.has_mask:
+            if self.masks.is_starting:
+                deadline = time.monotonic() + MASK_SECONDS
+            elif time.monotonic() > deadline:
+                raise too_much_work()
+            if not self._receive():
+                self._poll(1.0)
+
     def idle(self) -> None:
         if self._process is None and not self._is_closed:
             self._start_server()
         self.masks.trim()
         self._receive()
+        self.masks.settle()
 
     def close(self) -> None:
         self._is_closed = True
@@ -165,7 +182,8 @@ class ConstraintService:
         self._process = self._connection = None
         return how
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Process the messages that have come. False: the mask process sent none."""
         connection = self._connection
         if connection is not None and (self._jobs or self.masks.is_starting or connection.is_at_end):
             connection.pump()
@@ -175,10 +193,11 @@ class ConstraintService:
                 self._take(self._decoder.decode(frame))
             if not frames and connection.is_at_end:
                 self._start_server_again()
-        if not self.masks.receive():
+        is_news = self.masks.receive()
+        if not is_news:
             self.masks.check()
         self.flush()
-        self.masks.settle()
+        return is_news
 
     def _poll(self, seconds: float) -> None:
         poll = select.poll()

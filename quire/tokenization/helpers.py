@@ -141,7 +141,8 @@ class Helper:
         self._start_seconds = START_SECONDS
         self._setup_frame: bytes | bytearray = encode_frame(setup)
         self.is_usable = True
-        """True if the process can take another job."""
+        """True if the process can take another job, unless it was killed."""
+        self.is_killed = False
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -219,7 +220,8 @@ class Helper:
         return found
 
     def kill(self) -> None:
-        """End the process; another thread's request finds the connection closed."""
+        """End the process; another thread's request finds the connection closed, or was answered just before."""
+        self.is_killed = True  # first: the process lives on for a moment
         self._process.kill()
 
     def stop(self) -> None:
@@ -357,7 +359,7 @@ class Helpers:
     def _put_back(self, helper: Helper) -> None:
         with self._lock:
             self._working.discard(helper)
-            if is_usable := helper.is_usable and not self._is_closed:
+            if is_usable := helper.is_usable and not helper.is_killed and not self._is_closed:
                 self._idle.append(helper)
         if not is_usable:
             helper.stop()

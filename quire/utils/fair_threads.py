@@ -52,15 +52,15 @@ class FairThreads:
         due = self._clock.now() + size / UNITS_PER_SECOND
         kept = [work]
         item = _Item(due, next(self._numbers), size > self._long_size, kept, Future())
-        with self._lock:
-            heapq.heappush(self._waiting.setdefault(CALLER.get(), []), item)
 
         def drop(future: Future[T]) -> None:
             if future.cancelled():
                 kept.clear()
 
         item.future.add_done_callback(drop)
-        self._threads.submit(self._work)
+        with self._lock:
+            self._threads.submit(self._work)  # first: what is refused does not wait
+            heapq.heappush(self._waiting.setdefault(CALLER.get(), []), item)
         return item.future
 
     def shutdown(self, *, wait: bool) -> None:

@@ -35,7 +35,7 @@ def updates_until_finished(client: EngineClient, *request_ids: str) -> list[Sequ
     updates: list[SequenceUpdate] = []
     unfinished = set(request_ids)
     while unfinished:
-        outputs = client.receive(30)
+        outputs = client.receive(120)
         assert outputs is not None, f"still waiting for {unfinished}"
         updates += outputs.updates
         unfinished -= {update.request_id for update in outputs.updates if update.finish_reason is not None}
@@ -44,7 +44,7 @@ def updates_until_finished(client: EngineClient, *request_ids: str) -> list[Sequ
 
 def first_update(client: EngineClient) -> SequenceUpdate:
     while True:
-        outputs = client.receive(30)
+        outputs = client.receive(120)
         assert outputs is not None
         if outputs.updates:
             return outputs.updates[0]
@@ -53,7 +53,7 @@ def first_update(client: EngineClient) -> SequenceUpdate:
 def call(client: EngineClient, method: str, argument: str = "") -> CallResult:
     client.send(Call(call_id=7, method=method, argument=argument))
     while True:
-        outputs = client.receive(30)
+        outputs = client.receive(120)
         assert outputs is not None
         if outputs.results:
             assert outputs.results[0].call_id == 7

@@ -13,7 +13,7 @@ from quire.outputs import SequenceUpdate
 from tests.engine.requests import Heard
 from tests.fakes.gated import GatedClient
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 """Seconds, against a test that hangs."""
 
 

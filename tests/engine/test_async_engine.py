@@ -17,7 +17,7 @@ from quire.beam_search_params import BeamSearchParams
 from quire.config.options import EngineOptions
 from quire.engine import output_processor
 from quire.engine.async_engine import AsyncLLM
-from quire.engine.messages import AddRequest, ClientMessage
+from quire.engine.messages import AddRequest, CallResult, ClientMessage
 from quire.engine.output_stream import StatsListener
 from quire.errors import (
     ConfigError,
@@ -470,6 +470,31 @@ async def test_the_end_of_the_receiver_s_thread_ends_everything_that_waits(
     assert "Panic" not in engine.dead_error.summary
     with pytest.raises(EngineDeadError):
         engine.check_health()
+
+
+async def test_open_calls_change_under_the_lock_alone(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver's thread goes through them when the engine dies."""
+    lock, held = engine._session._lock, []
+
+    class Calls(dict[int, asyncio.Future[CallResult]]):
+        def pop(self, call_id: int, *default: object) -> object:  # type: ignore[override]
+            held.append(lock.locked())
+            return super().pop(call_id, *default)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(engine._session, "_calls", Calls())
+    await engine.stats()
+    assert held == [True, True]
+
+
+async def test_a_pause_behind_a_resume_is_known_to_the_front_end(engine: AsyncLLM) -> None:
+    """The answer to the resume comes when the pause has been asked for."""
+    await engine.pause("keep")
+    await asyncio.gather(engine.resume(), engine.pause("keep"))
+    assert await engine.is_paused()
+    assert engine.pauses
+    await asyncio.gather(engine.pause("keep"), engine.resume())
+    assert not await engine.is_paused()
+    assert not engine.pauses
 
 
 async def test_pending_are_those_that_the_engine_has_not_finished(engine: AsyncLLM) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from quire.config.options import EngineOptions
 from quire.engine.client import EngineClient
-from quire.engine.fleet import Fleet
+from quire.engine.fleet import Fleet, Parts
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, EngineReady
 from quire.engine.process_client import ProcessClient
@@ -158,6 +159,48 @@ def test_all_engines_sleep_or_none(gated: Gated) -> None:
     assert call(gated.fleet, "is_sleeping").value == 0
     gated.fleet.send(add("b"), add("c"))
     receive_until(gated.fleet, lambda _: not gated.fleet._entries)
+
+
+def test_an_answer_of_all_engines_comes_behind_what_they_sent_before_it(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second engine answers while the first one's thread hands over its outputs."""
+    fleet, arrived, is_answered = gated.fleet, gated.fleet._arrived.put, threading.Event()
+
+    def put(parts: Parts) -> None:
+        if parts[0].updates and not parts[0].results:
+            gated[1].let(1)
+            is_answered.wait(0.2)  # comes only if the threads do not take turns
+        arrived(parts)
+        if parts[0].results:
+            is_answered.set()
+
+    fleet.send(add("a"), add("b"))
+    for number in range(2):
+        gated.step(number, {})
+    monkeypatch.setattr(fleet, "_arrived", SimpleNamespace(put=put, get=fleet._arrived.get))
+    fleet.send(Call(7, "abort_all"))
+    gated[0].let(1)
+    received = receive_until(fleet, lambda received: any(outputs.results for outputs in received))
+    assert received[-1].results[0].value == 2
+    assert {update.request_id for outputs in received for update in outputs.updates} == {"a", "b"}
+
+
+def test_an_engine_that_starts_during_a_shutdown_is_shut_down(options: EngineOptions) -> None:
+    has_begun, may_end, engines = threading.Event(), threading.Event(), list[MortalClient]()
+
+    def start(*_: object) -> MortalClient:
+        if threading.current_thread().name == "replica 1":
+            has_begun.set()
+            assert may_end.wait(PATIENCE)
+        engines.append(MortalClient(options, FAKE, never, loses=False))
+        return engines[-1]
+
+    fleet = Fleet([start, start])
+    assert has_begun.wait(PATIENCE)
+    fleet.shutdown()
+    may_end.set()
+    wait_for(lambda: [engine.was_shut_down for engine in engines] == [True, True])
 
 
 def test_a_registered_prefix_is_of_one_replica_and_survives_it(gated: Gated) -> None:

@@ -172,3 +172,45 @@ def test_a_stop_is_answered_when_the_requests_are_elsewhere(gated: Gated, monkey
     gated[1].kill()
     wait_for(lambda: bool(at_answers))
     assert at_answers == [[0, 0]]
+
+
+def test_two_stops_at_once_leave_one_replica(gated: Gated) -> None:
+    """The second one comes before the first engine has ended."""
+    first, second = next(NUMBERS), next(NUMBERS)
+    gated.fleet.send(Call(first, "stop_replica", "0"), Call(second, "stop_replica", "1"))
+    answers: dict[int, CallResult] = {}
+    while len(answers) < 2:
+        outputs = gated.fleet.receive(PATIENCE)
+        assert outputs is not None
+        answers |= {result.call_id: result for result in outputs.results}
+    assert answers[first].value == 0
+    assert "none of the others is up" in str(answers[second].error)
+    assert gated.fleet.members[1].takes_new
+
+
+def test_a_start_while_the_engine_ends_is_answered_when_the_next_one_is_up(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, member, at_answers = gated.fleet, gated.fleet.members[1], []
+    arrived, shutdown = fleet._arrived.put, gated[1].shutdown
+
+    def put(parts: fleets.Parts) -> None:
+        for result in parts[0].results:
+            at_answers.append((result.value, len(gated.engines[1]), fleet.num_restarts))
+        arrived(parts)
+
+    def end(timeout: float = 5.0) -> None:
+        if not gated.engines[1][0].was_shut_down:
+            fleet.send(Call(next(NUMBERS), "start_replica", "1"))
+            assert not member.takes_new
+        shutdown(timeout)
+
+    monkeypatch.setattr(fleet, "_arrived", SimpleNamespace(put=put, get=fleet._arrived.get))
+    monkeypatch.setattr(gated[1], "shutdown", end)
+    fleet.send(add("a"), add("b"))
+    fleet.send(Call(next(NUMBERS), "stop_replica", "1"))
+    wait_for(lambda: len(at_answers) == 2)
+    assert at_answers == [(1, 2, 1)] * 2
+    assert not member.search.has_suspects, "a stop is no death"
+    gated.open()
+    tokens_until_finished(fleet, "a", "b")

@@ -51,7 +51,7 @@ async def engine(weightless_model: Path) -> AsyncIterator[AsyncLLM]:
 
 async def until_working(engine: AsyncLLM) -> None:
     assert engine.texts.helpers is not None
-    while not engine.texts.helpers._working:
+    while not any(not each.is_usable for each in tuple(engine.texts.helpers._working)):
         await asyncio.sleep(0.001)
 
 

@@ -12,11 +12,11 @@ import openai
 import pytest
 
 from quire.errors import InternalError
-from quire.server.background import ResponseProgress
-from quire.server.background_elsewhere import ResponseElsewhere
+from quire.server.background import BackgroundResponses, ResponseProgress
+from quire.server.background_elsewhere import ResponseElsewhere, answer_question
 from quire.server.errors import ApiError
 from quire.server.protocol.response_items import StoredItems
-from quire.server.response_store import OwnResponses, StoredResponse
+from quire.server.response_store import OwnResponses, ResponseRejection, ResponseStore, StoredResponse
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 
@@ -218,3 +218,69 @@ class Silent(OwnResponses):
 
     async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
         return self.found
+
+
+class KnownEarly(OwnResponses):
+    """A store whose `other` process asks for a response before its maker hears that it may begin."""
+
+    def __init__(self) -> None:
+        super().__init__(ResponseStore(4, 2**20))
+        self.background = BackgroundResponses(self)
+        self.other = KnownToOther(self)
+        self.asked: list[asyncio.Task[bytes]] = []
+
+    async def begin_response(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
+        found = await super().begin_response(owner, response_id, response)
+        elsewhere = ResponseElsewhere(self.other, owner, response_id, response)
+        self.asked.append(asyncio.ensure_future(elsewhere.body()))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        return found
+
+
+class KnownToOther(OwnResponses):
+    """A `KnownEarly` for the other process, whose questions go to the maker."""
+
+    def __init__(self, store: KnownEarly) -> None:
+        self._maker = store
+
+    async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
+        return await self._maker.find_response(owner, response_id)
+
+    async def ask(self, maker: int, question: bytes) -> bytes | None:
+        return await answer_question(self._maker.background, question)
+
+
+class NoTokens:
+    """An answer that is queued until it is cancelled."""
+
+    class Body(msgspec.Struct):
+        id: str = "resp_mine"
+        status: str = "queued"
+
+    def __init__(self) -> None:
+        self.body = self.Body()
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    def cancelled(self) -> bytes:
+        self.body.status = "cancelled"
+        return b""
+
+    def stored(self, _: Any) -> StoredResponse:
+        return StoredResponse(msgspec.json.encode(self.body))
+
+
+async def test_a_response_that_another_process_asks_for_as_it_begins() -> None:
+    """Its id may be its client's own choice (`request_id`)."""
+    store, answer = KnownEarly(), NoTokens()
+    conversation: Any = StoredItems().before
+    made = await store.background.start("me", answer, conversation, keeps_events=False)  # type: ignore[arg-type]
+    [asked] = store.asked
+    assert msgspec.json.decode(await asked)["status"] == "queued"
+    with pytest.raises(ApiError, match="is being made"):
+        await store.background.start("me", answer, conversation, keeps_events=False)  # type: ignore[arg-type]
+    await made.cancel()
+    await made.settle()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,34 @@ def test_an_allowance_is_never_exceeded_by_more_than_its_last_use(
         assert used <= per_minute * (1 + clock.now() / 60) + 1e-6
         allowance.use(amount)
         used += amount
+
+
+def test_processes_that_count_at_once_do_not_both_use_the_last_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second counts as soon as the first lets it."""
+    clock = VirtualClock()
+    numbers = [Numbers.create(tmp_path / "numbers", 3), Numbers.open(tmp_path / "numbers", 3, 0)]
+    first, second = [RateLimit(1, None, each, clock) for each in numbers]
+    lock, counted = numbers[0].lock, []
+
+    @contextlib.contextmanager
+    def lock_and_let_the_other_count() -> Iterator[None]:
+        with lock():
+            yield
+        if not counted:
+            counted.append(_counts(second))
+
+    monkeypatch.setattr(numbers[0], "lock", lock_and_let_the_other_count)
+    assert sorted([_counts(first), *counted]) == [False, True]
+
+
+def _counts(limit: RateLimit) -> bool:
+    try:
+        limit.count_request()
+    except ApiError:
+        return False
+    return True
 
 
 def test_a_limit_of_requests_refills_evenly() -> None:

@@ -93,6 +93,44 @@ async def test_a_name_that_another_has_given(pair: tuple[Process, Process], dire
     assert second.digest("mine") == first.digest("mine")
 
 
+@pytest.mark.parametrize("name", ["mine", "other"])
+@pytest.mark.parametrize("load_inplace", [False, True])
+async def test_news_of_another_process_while_one_tries_an_adapter(
+    pair: tuple[Process, Process], directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, load_inplace: bool
+) -> None:
+    """name: what the other process loads before the one has finished."""
+    first, second = pair
+    if load_inplace:
+        await first.served.load(LoraModule("mine", str(directory / "one")))
+    expected = Process(directory, directory)
+    await expected.served.load(LoraModule("mine", str(directory / "two")))
+
+    async def meanwhile(_adapter: object) -> None:
+        await first.served.load(LoraModule(name, str(directory / "one")), load_inplace=load_inplace)
+        assert name in {*second.served.names, "mine"}
+
+    monkeypatch.setattr(second.served, "_try", meanwhile)
+    loading = second.served.load(LoraModule("mine", str(directory / "two")), load_inplace=load_inplace)
+    if name == "mine" and not load_inplace:
+        with pytest.raises(UserError, match="has been loaded already"):
+            await loading
+        assert second.digest("mine") != expected.digest("mine")
+    else:
+        await loading
+        assert second.digest("mine") == expected.digest("mine")
+    assert second.digest("mine") == first.digest("mine") is not None
+    assert set(second.served.names) == set(first.served.names) == {name, "mine"}
+
+
+async def test_a_name_that_another_forgets_as_soon_as_it_is_told(
+    pair: tuple[Process, Process], directory: Path
+) -> None:
+    first, second = pair
+    await first.served.load(LoraModule("mine", str(directory / "one")))
+    await second.served.unload("mine")
+    assert first.served.names == []
+
+
 async def test_adapters_of_the_start_are_loaded_by_all(pair: tuple[Process, Process], directory: Path) -> None:
     for process in pair:
         await process.served.load_at_start(ServerSettings(lora_modules=[f"mine={directory / 'one'}"]))

@@ -184,6 +184,19 @@ def test_a_fork_server_that_is_killed_is_replaced(service: ConstraintService) ->
     goes_on(service, matchers[1], 38)
 
 
+def test_a_fork_server_that_is_killed_while_a_mask_is_waited_for(service: ConstraintService) -> None:
+    [matcher, other] = running(service, 2)
+    assert service._process is not None
+    pids = [service._process.pid, masks_process(service)]
+    matcher.advance([token_of("c")], 0)
+    os.kill(service._process.pid, signal.SIGKILL)
+    _wait_until(lambda: not any(map(_lives, pids)))
+    assert matcher.mask() is not None
+    settle(service, matcher, other)
+    goes_on(service, matcher, 38)
+    goes_on(service, other, 38)
+
+
 @pytest.fixture
 def patient_service() -> Iterator[ConstraintService]:
     service = make_service(RehearsalLimits(seconds=600.0))

@@ -25,7 +25,7 @@ from quire.errors import ChatTemplateProcessError, EngineDeadError, InternalErro
 from quire.tokenization import helpers as helpers_module
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.conversation import conversation_of
-from quire.tokenization.helpers import ABANDONMENT, Abandonment, Helpers
+from quire.tokenization.helpers import ABANDONMENT, Abandonment, Helper, Helpers
 from quire.tokenization.jobs import ReadLimits, TemplateLimits, Tokenising, TokenizerSource, packed
 from quire.tokenization.tokenizer import SAMPLE, Tokenizer, open_tokenizer
 from quire.utils import patience
@@ -407,7 +407,7 @@ def test_a_stopped_process_ends_with_its_caller_and_with_the_close(own_texts: He
 
     thread = threading.Thread(target=work)
     thread.start()
-    until(lambda: own_texts._working)
+    until(lambda: abandonment._end is not None)
     if ends_by_caller:
         abandonment.leave()
     else:
@@ -415,6 +415,26 @@ def test_a_stopped_process_ends_with_its_caller_and_with_the_close(own_texts: He
     thread.join(60)
     assert [type(error) for error in errors] == [InternalError if ends_by_caller else EngineDeadError]
     assert has_pid_ended(pid)
+
+
+def test_a_process_whose_caller_leaves_as_it_answers_takes_no_other_job(
+    own_texts: Helpers, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may end a process after the next job has found it alive."""
+    abandonment, ask = Abandonment(), Helper._patiently
+
+    def leave_behind_the_answer(helper: Helper, *args: Any) -> Any:
+        answer = ask(helper, *args)
+        abandonment.leave()
+        return answer
+
+    monkeypatch.setattr(Helper, "_patiently", leave_behind_the_answer)
+    ABANDONMENT.set(abandonment)
+    own_texts.encode(SNIPPET, True)
+    ABANDONMENT.set(None)
+    monkeypatch.setattr(Helper, "_patiently", ask)
+    monkeypatch.setattr(Helper, "is_alive", True)
+    assert own_texts.encode(SNIPPET, True) == tokenizer.encode(SNIPPET)
 
 
 def test_a_process_that_tokenises_ends_with_a_parent_that_is_killed() -> None:

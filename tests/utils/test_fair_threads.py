@@ -116,6 +116,19 @@ def test_work_that_is_cancelled_is_let_go_at_once_and_never_done(one: FairThread
     assert not done
 
 
+def test_work_that_is_refused_is_never_done(one: FairThreads) -> None:
+    done: list[str] = []
+    gate = Gate(one, 1)
+    accepted = noted(one, done, "", 1, "accepted")
+    one.shutdown(wait=False)
+    with pytest.raises(RuntimeError):
+        noted(one, done, "", 0, "refused")
+    gate.open()
+    accepted.result()
+    one.shutdown(wait=True)
+    assert done == ["accepted"]
+
+
 def test_an_error_is_the_futures(one: FairThreads) -> None:
     def fail() -> None:
         raise ValueError("wrong")

@@ -1,4 +1,4 @@
-"""KV connector to host memory and disk (docs/decisions/0011-disk-tier.md). It decides on copies and owns their
+"""KV connector to host memory and disk (docs/decisions/0028-kv-connector.md). It decides on copies and owns their
 blocks; the worker executes the plan's copies and file accesses, from disk first to the host.
 
 Host blocks without an owner (a swapped sequence, a transfer or a deferred request) are evictable.

@@ -12,7 +12,7 @@
     96      -      the pages, one after the other
 
 Numbers are little-endian. Readers compare the header with the requested block. Checksums find no forgeries
-(docs/decisions/0011-disk-tier.md).
+(docs/decisions/0028-kv-connector.md).
 """
 
 from __future__ import annotations
