@@ -141,7 +141,7 @@ LLAMA_CPP_PATHS = frozenset(
 
 
 class LlamaErrorDetail(msgspec.Struct):
-    """n_prompt_tokens, n_ctx: of too long prompts; uncounted ones have n_ctx + 1."""
+    """n_prompt_tokens: size of a too long prompt; uncounted: n_ctx + 1."""
 
     code: int
     message: str
