@@ -172,7 +172,6 @@ def video_options_of(given: object, option: str = "media_io_kwargs") -> VideoOpt
 
 
 def _limits(limits: Mapping[str, Any]) -> tuple[MediaLimit, MediaLimit]:
-    """Limits of images and of videos in `limit_mm_per_prompt`."""
     option = "limit_mm_per_prompt"
     found = {"image": MediaLimit(MAX_IMAGES), "video": MediaLimit(MAX_VIDEOS)}
     for kind, limit in limits.items():

@@ -566,7 +566,6 @@ class AsyncLLM:
         return await self.texts.off_loop(num_units(ready, params), process)
 
     async def _with_pictures(self, prompt: Prompt, salt: str) -> Prompt:
-        """Prompt with its pictures ready, if it has any."""
         if not isinstance(prompt, Mapping) or not has_images(prompt):
             return prompt
         return await self.texts.pictures.of_prompt(prompt, salt)

@@ -148,6 +148,5 @@ class Pictures:
 
 
 def _by_kind(ready: Sequence[ReadyMedium]) -> dict[str, list[ReadyMedium]]:
-    """`multi_modal_data` of images and videos."""
     kinds = {"image": ReadyImage, "video": ReadyVideo}
     return {name: [each for each in ready if isinstance(each, kind)] for name, kind in kinds.items()}

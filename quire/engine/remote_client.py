@@ -82,7 +82,6 @@ class RemoteClient(ABC, Generic[Other]):
         return message
 
     def _send(self, *messages: SessionMessage) -> None:
-        """Send several messages as parts of one."""
         send_parts(self._outbox, self._prefix + [encode_message(self._encoder, message) for message in messages])
 
     def _wait_until_ready(self) -> EngineReady:

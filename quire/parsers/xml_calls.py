@@ -28,8 +28,6 @@ _HEADER = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^\s"']*))(?:\s+string\s*=\s
 
 
 class _Arguments:
-    """Argument object of a call, written piece by piece."""
-
     def __init__(self, output: Output, name: str) -> None:
         self._output = output
         self._schema = output.schemas.get(name)

@@ -60,7 +60,6 @@ def keep_masked(scores: np.ndarray, masks: TokenMasks) -> None:
 
 
 def _ban(scores: np.ndarray, index: np.ndarray, tokens: np.ndarray) -> None:
-    """Ban token `tokens[i]` in row `index[i]`."""
     scores[index, tokens] = np.minimum(scores[index, tokens], BANNED_SCORE)
 
 

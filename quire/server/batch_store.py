@@ -227,7 +227,6 @@ class Batches:
             self._drop(batch_id)
 
     def _drop_oldest(self) -> None:
-        """Drop the oldest ended batches, to make room for one more record."""
         known = self.list_known()
         num_left = len(known) - MAX_KEPT_BATCHES + 1
         for each in known:

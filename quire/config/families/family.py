@@ -245,7 +245,6 @@ class Family:
         return layer
 
     def _latent(self, fields: Fields, hidden: int, num_heads: int) -> Layer:
-        """Layer of multi-head latent attention; `q_lora_rank` compresses queries too."""
         rank, rope_dim = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim")
         nope_dim, value_dim = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
         query_rank = fields.optional_integer("q_lora_rank")

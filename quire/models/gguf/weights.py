@@ -93,8 +93,6 @@ class GGUFWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Progress in bytes."""
-
     done: int
     total: int
 
