@@ -58,7 +58,17 @@ class UnknownModelError(UserError):
 
 
 class PromptTooLongError(UserError):
-    """The prompt (with at least one new token) exceeds the model's context or the whole KV cache."""
+    """The prompt (with at least one new token) exceeds the model's context or the whole KV cache. num_tokens: if
+    counted."""
+
+    def __init__(self, message: str, *, param: str | None = None, num_tokens: int | None = None) -> None:
+        super().__init__(message, param=param)
+        self.num_tokens = num_tokens
+
+    def named(self, names: Mapping[str, str]) -> Self:
+        found = super().named(names)
+        found.num_tokens = self.num_tokens
+        return found
 
 
 class InsufficientMemoryError(QuireError):

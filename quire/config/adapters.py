@@ -29,6 +29,10 @@ class AdaptersConfig:
     def is_on(self) -> bool:
         return self.max_running > 0
 
+    def allows(self, module: str) -> bool:
+        """True if adapters may change a module."""
+        return self.target_modules is None or module.rpartition(".")[2] in self.target_modules
+
     def slot_bytes(self, elements: int) -> int:
         """Bytes reserved for all slots, at the largest rank. elements: an adapter's elements for each rank."""
         return elements * self.max_rank * self.num_slots * _BYTES[self.dtype] if self.is_on else 0

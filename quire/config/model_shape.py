@@ -322,6 +322,11 @@ class ModelShape:
         return total
 
     @property
+    def table_adapter_elements(self) -> int:
+        """`adapter_elements` of embedding and head."""
+        return 2 * (self.vocab + self.embedding_width)
+
+    @property
     def embedding_parameters(self) -> int:
         return self.vocab * self.embedding_width
 

@@ -70,7 +70,7 @@ class KnownAdapters:
         return [self.resolve(one) for one in lora_request]
 
     def forget(self, number: int) -> bool:
-        """Remove the adapter with this number; returns whether it was known. Running requests are not affected."""
+        """Remove the adapter with this number; returns whether it was known."""
         with self._lock:
             return self._by_number.pop(number, None) is not None
 
@@ -117,7 +117,7 @@ class KnownAdapters:
         return LoRARequest(name, number, path, base_model_name)
 
     def remove(self, name: str) -> None:
-        """Remove an adapter by name. Raises UserError if it is unknown. Running requests are not affected."""
+        """Remove an adapter by name. Raises UserError if it is unknown."""
         with self._lock:
             known = self._by_name.pop(name, None)
             if known is None:

@@ -190,6 +190,7 @@ class InputProcessor:
                 f"{longest(self.max_model_len)}, but {len(token_ids)} prompt tokens + {params.max_tokens} (max_tokens) "
                 f"= {len(token_ids) + params.max_tokens} tokens: ask for at most {room}, or for a shorter prompt",
                 param="max_tokens",
+                num_tokens=len(token_ids),
             )
         constraint, constraint_start = "", []
         if params.structured_outputs is not None:
@@ -382,6 +383,7 @@ class InputProcessor:
                 f"{longest(self.max_model_len)}, prompt and at least one new token together, but the prompt has "
                 f"{len(token_ids)} tokens",
                 param="prompt",
+                num_tokens=len(token_ids),
             )
 
     def check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:

@@ -149,6 +149,7 @@ class PoolingProcessor:
                 f"this model's maximum context length is {longest} tokens, but the prompt has {len(token_ids)}. Please "
                 "reduce the length of the input prompt, or let truncate_prompt_tokens=-1 cut it",
                 param="prompt",
+                num_tokens=len(token_ids),
             )
         return token_ids, boundary
 

@@ -3,9 +3,10 @@ or from 1 on (step column ADAPTER_SLOTS)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,7 @@ import torch.nn.functional as F
 from quire.kernels.matmul import row_linear
 from quire.kernels.value import Indices, ReadRows
 
-if TYPE_CHECKING:
-    from quire.layers.head_adapters import HeadAdapters
-
+MatricesT = TypeVar("MatricesT")
 PANEL = 16
 """Columns of gate and up that alternate in an interleaved product."""
 
@@ -66,8 +65,8 @@ class AdapterStorage(Protocol):
     num_slots: int
     max_rank: int
     dtype: torch.dtype
-    adds_by_head: bool
-    """True if HeadAdapters may add to results."""
+    adds_in_torch: bool
+    """True if SlotMatrices may add to results."""
 
     def attach(self, stack: AdapterStack) -> None:
         """Allocate room for a layer's adapters once its weights are loaded."""
@@ -82,12 +81,11 @@ class AdapterStorage(Protocol):
         ...
 
     def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> Any:
-        """`Adapters.step` for slots, [T], made at a pass's start; None if no token has an adapter. rows: read tokens
-        (None: all)."""
+        """`Adapters.step` for slots, [T]; None if no token has an adapter. rows: see StepSlots."""
         ...
 
     def steps_so_far(self) -> Callable[[], None]:
-        """Function that waits, in any thread, for steps started so far; a load calls it before writing a slot."""
+        """Function that waits, in any thread, for steps started so far."""
         ...
 
 
@@ -106,7 +104,7 @@ class TorchAdapterStorage:
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
-        self.dtype, self._device, self.adds_by_head = dtype, device, True
+        self.dtype, self._device, self.adds_in_torch = dtype, device, True
 
     def attach(self, stack: AdapterStack) -> None:
         stack.stored = {}
@@ -131,13 +129,13 @@ def nothing_runs() -> None:
 
 
 class StepSlots:
-    """Adapter slots of a step's tokens, [T], in torch. rows: read tokens (None: all)."""
+    """Adapter slots of a step's tokens, [T], in torch. rows: read tokens (None: all). token_ids: a recorded run's."""
 
-    def __init__(self, slots: torch.Tensor, rows: torch.Tensor | None) -> None:
-        self._slots, self._rows = slots, rows
+    def __init__(self, slots: torch.Tensor, rows: torch.Tensor | None, token_ids: torch.Tensor | None = None) -> None:
+        self._slots, self._rows, self.token_ids = slots, rows, token_ids
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Slots for the rows of x: all of the step or the read ones (the same for equal counts)."""
+        """Slots for the rows of x: all of the step or the read ones."""
         return self._slots if self._rows is None or len(x) == len(self._slots) else self._slots[self._rows]
 
 
@@ -147,13 +145,16 @@ class Adapters:
     def __init__(self, storage: AdapterStorage) -> None:
         self.storage = storage
         self.stacks: list[tuple[AdapterStack, Callable[[], bool]]] = []
-        self.heads: list[HeadAdapters] = []
-        self._step: Any = None
+        self.in_torch: list[SlotMatrices[Any]] = []
+        self.places: dict[str, AdapterPlace | None] = {}
+        """Targets that need no weight slot, by checkpoint name: a head may be tied."""
+        self.step: Any = None
+        """Slots of the current pass; None outside, and if no token has an adapter."""
         self.running: StepSlots | None = None
         """Slots of the run of a recorded program."""
 
     def add_layer(self, stack: AdapterStack, is_interleaved: Callable[[], bool]) -> None:
-        """Register a layer as it is built. is_interleaved: returns the product's layout once the weights are loaded."""
+        """Register a layer. is_interleaved: product's layout once the weights are loaded."""
         self.stacks.append((stack, is_interleaved))
 
     def weights_are_loaded(self) -> None:
@@ -162,17 +163,33 @@ class Adapters:
             stack.is_interleaved = is_interleaved()
             self.storage.attach(stack)
 
-    def begin(self, slots: Indices | None, rows: ReadRows | None) -> None:
-        """Start a forward pass (Decoder.forward). slots: [T] (None: no token has an adapter, and the pass costs nothing
-        more). rows: read tokens."""
-        if not isinstance(slots, torch.Tensor):
-            self._step = slots
+    @contextmanager
+    def over(self, slots: Indices | None, rows: ReadRows | None = None) -> Iterator[None]:
+        """Context of a forward pass or head. slots: [T] (None: no token has an adapter, and it costs nothing more).
+        rows: read tokens."""
+        if isinstance(slots, torch.Tensor):
+            self.step = self.storage.step(slots, cast("torch.Tensor | None", rows))
         else:
-            self._step = self.storage.step(slots, cast("torch.Tensor | None", rows))
+            self.step = slots
+        try:
+            yield
+        finally:
+            self.step = None
 
-    @property
-    def step(self) -> Any:
-        return self._step
+
+class SlotMatrices(Generic[MatricesT]):
+    """Adapters' matrices by slot, whose results torch adds."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self._stored: dict[int, MatricesT] = {}
+        adapters.in_torch.append(self)
+
+    def load(self, slot: int, matrices: MatricesT) -> None:
+        self._stored = {**self._stored, slot: matrices}  # a step beside the load goes through the old one
+
+    def clear(self, slot: int) -> None:
+        self._stored = {each: found for each, found in self._stored.items() if each != slot}
 
 
 def add_adapted(stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
@@ -195,7 +212,9 @@ def add_adapted(stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: St
 
 
 class AdapterPlace:
-    """Target in the layers for an adapter's A and B of one checkpoint matrix."""
+    """Target in the layers for an adapter's A and B of one checkpoint matrix. names: of the two in files."""
+
+    names = ("A", "B")
 
     def __init__(self, stack: AdapterStack, piece: int, order: torch.Tensor | None = None) -> None:
         """order: permutation from the checkpoint's rows to the layer's; None: the same order."""

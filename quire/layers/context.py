@@ -20,7 +20,7 @@ from quire.quantization.interface import LinearMethod
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Context that every layer is built with. dtype, device: type and place of activations and norm weights.
+    """Context of every layer. dtype, device: type and place of activations and norm weights.
     cache_dtype: dtype of keys and values, a key of CACHE_DTYPE_BYTES. group: ranks that share each layer. operations:
     all but linear maps and attention. linear, vocabulary, positions: storage of linear layers, vocabulary matrices, and
     position tables (and routers). expert_counts: counters of the experts' rows, or None. cache_scales: scales of an fp8

@@ -50,7 +50,7 @@ class DeviceAdapterStorage:
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, streams: LoadStreams) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
-        self.dtype, self._streams, self.adds_by_head = dtype, streams, False
+        self.dtype, self._streams, self.adds_in_torch = dtype, streams, False
 
     def attach(self, stack: AdapterStack) -> None:
         if not stack.pieces:

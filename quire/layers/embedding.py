@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.errors import ConfigError
 from quire.kernels.value import Indices, Value
+from quire.layers.adapters import AdapterStack, Part
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
+from quire.layers.linear import AdaptedProduct
+from quire.layers.table_adapters import TableAdapters, TablePlace
 from quire.quantization.integer_weight import WeightSource
 from quire.quantization.interface import LinearMethod, LinearShape
 
@@ -25,9 +30,9 @@ class Embedding:
                 f"{num_rows} rows",
                 param="tensor_parallel_size",
             )
-        self._first_row = rank * per_rank
-        self._num_local = min(num_rows - self._first_row, per_rank)
-        self.shape = LinearShape(size, self._num_local, False, context.dtype, context.device)
+        self.first_row = rank * per_rank
+        self.num_local = min(num_rows - self.first_row, per_rank)
+        self.shape = LinearShape(size, self.num_local, False, context.dtype, context.device)
         self.parameters = method.create(self.shape)
 
     def __call__(self, indices: Indices, onto: Value | None = None) -> Value:
@@ -35,7 +40,7 @@ class Embedding:
         if self.context.group.size == 1:
             return self.method.lookup(self.parameters, indices, onto)
         operations = self.context.operations
-        own = self.method.lookup_share(self.parameters, indices, self._first_row, self.num_rows)
+        own = self.method.lookup_share(self.parameters, indices, self.first_row, self.num_rows)
         rows = operations.all_reduce(self.context.group, own)
         return rows if onto is None else operations.add(onto, rows)
 
@@ -44,13 +49,36 @@ class Embedding:
             "weight": WeightSlot(
                 (self.num_rows, self.shape.in_features),
                 self._load,
-                self.method.stored_bytes((self._num_local, self.shape.in_features)),
+                self.method.stored_bytes((self.num_local, self.shape.in_features)),
             )
         }
 
     def _load(self, tensor: WeightSource) -> None:
-        rows = tensor.narrow(0, self._first_row, self._num_local)
-        self.method.load_rows(self.parameters, "weight", rows, 0, self._num_local)
+        rows = tensor.narrow(0, self.first_row, self.num_local)
+        self.method.load_rows(self.parameters, "weight", rows, 0, self.num_local)
+
+
+class TokenEmbedding(Embedding):
+    """Embedding of a model's tokens, to which adapters add."""
+
+    def __init__(self, num_rows: int, size: int, context: LayerContext) -> None:
+        super().__init__(num_rows, size, context.vocabulary, context)
+        adapters = context.adapters
+        self._added = TableAdapters(adapters) if adapters is not None and adapters.storage.adds_in_torch else None
+
+    def __call__(self, indices: Indices, onto: Value | None = None) -> Value:
+        x, adapters = super().__call__(indices, onto), self.context.adapters
+        if self._added is None or adapters is None or adapters.step is None:
+            return x
+        return self.context.operations.add_looked_up(self._added, indices, x, adapters.step)
+
+    def slots(self) -> WeightSlots:
+        (slot,) = super().slots().values()
+        place = None if self._added is None else TablePlace(self.num_rows, self.shape.in_features, self._added)
+        return {"weight": replace(slot, adapter=place)}
+
+
+HEAD = "lm_head.weight"
 
 
 class VocabularyProjection:
@@ -60,7 +88,12 @@ class VocabularyProjection:
         self.tied = tied
         self._operations = context.operations
         size = embedding.shape.in_features
-        self._table = embedding if tied else Embedding(embedding.num_rows, size, embedding.method, context)
+        self._table = table = embedding if tied else Embedding(embedding.num_rows, size, embedding.method, context)
+        stack = AdapterStack(size, 0, size, [Part(table.num_rows, table.first_row, table.num_local)])
+        self._product = AdaptedProduct(replace(context, linear=table.method), table.parameters, stack)
+        if context.adapters is not None:
+            is_supported = context.adapters.storage.adds_in_torch
+            context.adapters.places[HEAD] = self._product.place(range(1)) if is_supported else None
 
     @property
     def input_size(self) -> int:
@@ -69,7 +102,7 @@ class VocabularyProjection:
     def __call__(self, hidden: Value) -> Value:
         """Logits of hidden states: [R, size] -> [R, vocabulary], from `Operations.upcast_logits`."""
         table, group = self._table, self._table.context.group
-        logits = table.method.apply(table.parameters, hidden)
+        logits = self._product(hidden)
         if group.size > 1:
             logits = self._operations.all_gather(group, logits, table.num_rows)
         return self._operations.upcast_logits(logits)

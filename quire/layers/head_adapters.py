@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels.matmul import row_head_linear
-from quire.layers.adapters import AdapterPlace, Adapters, AdapterStorage, StepSlots
+from quire.layers.adapters import AdapterPlace, AdapterStorage, SlotMatrices, StepSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +19,8 @@ class HeadMatrices:
     scale: float
 
 
-class HeadAdapters:
+class HeadAdapters(SlotMatrices[HeadMatrices]):
     """Adapters of a rank's matrices per head, by slot."""
-
-    def __init__(self, adapters: Adapters) -> None:
-        self._adapters = adapters
-        self._stored: dict[int, HeadMatrices] = {}
-        adapters.heads.append(self)
-
-    def load(self, slot: int, matrices: HeadMatrices) -> None:
-        self._stored = {**self._stored, slot: matrices}  # a step beside the load goes through the old one
-
-    def clear(self, slot: int) -> None:
-        self._stored = {each: found for each, found in self._stored.items() if each != slot}
 
     def add(self, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
         """y, overwritten, plus the adapters' results. x: [T, heads * inputs], y: [T, heads * outputs]."""

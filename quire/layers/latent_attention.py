@@ -191,7 +191,7 @@ class LatentAttention:
     def _expansion_place(self) -> ExpansionPlace | None:
         """Target of adapters; None without, and where prompts are expanded."""
         adapters, heads = self._context.adapters, self._heads
-        if adapters is None or self._expanded is not None or not adapters.storage.adds_by_head:
+        if adapters is None or self._expanded is not None or not adapters.storage.adds_in_torch:
             return None
         self._absorb.adapters, self._expand.adapters = HeadAdapters(adapters), HeadAdapters(adapters)
         sizes, first = (heads.rank, heads.nope_dim, heads.value_dim), self._first_head

@@ -26,6 +26,7 @@ from quire.layers.adapters import AdapterStack
 from quire.layers.head_adapters import HeadAdapters
 from quire.layers.native_adapters import record_adapted
 from quire.layers.operations import gather_columns, norm_shares, require_equal_widths
+from quire.layers.table_adapters import TableAdapters
 from quire.parallel.interface import ProcessGroup
 
 ACTIVATIONS = {None: _native.Activation.NONE, "silu": _native.Activation.SILU, "swish": _native.Activation.SILU}
@@ -207,6 +208,12 @@ class NativeOperations:
 
     def add_head_adapted(self, adapters: HeadAdapters, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:
         return x.recorder.call_torch(adapters.add_recorded, y.width, [x, y])
+
+    def add_looked_up(
+        self, adapters: TableAdapters, indices: RecordedIndices, y: Buffer, slots: RecordedIndices
+    ) -> Buffer:
+        assert (indices.column, indices.shift) == (TOKEN_IDS, 0), "a run brings its tokens"
+        return y.recorder.call_torch(adapters.add_recorded, y.width, [y])
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: Buffer) -> Buffer:
         return x.recorder.call_torch(partial(norm_shares, group, norms), x.width, [x])

@@ -33,7 +33,7 @@ class NativeAdapterStorage:
     B: panels of ALIGNMENT outputs, [panel, rank, ALIGNMENT]; zero-padded."""
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
-        self.num_slots, self.max_rank, self.dtype, self.adds_by_head = num_slots, max_rank, dtype, True
+        self.num_slots, self.max_rank, self.dtype, self.adds_in_torch = num_slots, max_rank, dtype, True
 
     def attach(self, stack: AdapterStack) -> None:
         segments = []

@@ -29,6 +29,7 @@ from quire.kernels.value import AnyValue, Value
 from quire.layers.adapters import AdapterStack, add_adapted
 from quire.layers.head_adapters import HeadAdapters
 from quire.layers.states import gated_delta_rule, gated_norm, short_convolution
+from quire.layers.table_adapters import TableAdapters
 from quire.parallel.interface import ProcessGroup
 
 
@@ -148,6 +149,10 @@ class Operations(Protocol):
         """`add_adapted` for matrices per head; not on a device."""
         ...
 
+    def add_looked_up(self, adapters: TableAdapters, indices: AnyValue, y: AnyValue, slots: Any) -> Value:
+        """`add_adapted` for rows of a table; not on a device."""
+        ...
+
     def upcast_logits(self, x: AnyValue) -> Value:
         """Logits in the sampler's dtype: float32; unchanged on a device."""
         ...
@@ -213,6 +218,11 @@ class SharedOperations:
 
     def add_head_adapted(self, adapters: HeadAdapters, x: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
         return adapters.add(x, y, slots)
+
+    def add_looked_up(
+        self, adapters: TableAdapters, indices: torch.Tensor, y: torch.Tensor, slots: Any
+    ) -> torch.Tensor:
+        return adapters.add(indices, y, slots)
 
 
 def gather_columns(group: ProcessGroup, width: int, x: torch.Tensor) -> torch.Tensor:

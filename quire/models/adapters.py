@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,19 +16,22 @@ from quire.config.peft import PeftConfig
 from quire.errors import ModelLoadError
 from quire.layers.adapters import AdapterPlace, Adapters, AdapterStorage, nothing_runs
 from quire.layers.context import WeightSlots
+from quire.layers.embedding import HEAD
+from quire.layers.table_adapters import TablePlace
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.gguf.weights import read_gguf_matrices
 from quire.models.safetensors_files import BytesRead, read_safetensors
 from quire.models.torch_files import read_torch
+from quire.models.weight_files import Tensors
 from quire.quantization.file_tensor import FileTensor
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 
-_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.(?:default|weight))*")
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>(?:embedding_)?[AB])(?:\.(?:default|weight))*")
+_BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight")
 _PREFIX = re.compile(r"base_model\.model\.")
 _INNER = re.compile(r"(?:model\.)?language_model\.(model\.)?")
 KNOWN_PARTS = {
     "lora_magnitude_vector": "DoRA's magnitudes are not supported",
-    "lora_embedding_": "adapters of embeddings are not supported yet",
     ".bias": "biases are not supported",
     "modules_to_save": "whole modules beside the matrices are not supported",
     "base_layer": "it holds a tensor of the base",
@@ -37,9 +40,11 @@ KNOWN_PARTS = {
 """Parts of tensor names that adapters may not have here, and why."""
 
 Matrices = dict[str, dict[str, torch.Tensor]]
-"""Module name in the file -> its matrices "A" and "B"."""
+"""Module name in the file -> its matrices, by `AdapterPlace.names`."""
+MATRIX_NAMES, EMBEDDING_NAMES = AdapterPlace.names, TablePlace.names
+COMPARED_ROWS = 2**13
 Placed = tuple[AdapterPlace, dict[str, torch.Tensor]]
-"""Target of a module's matrices, and its "A" and "B"."""
+"""Target of a module's matrices, and these."""
 
 
 class ModelAdapters:
@@ -50,22 +55,32 @@ class ModelAdapters:
         self.layers = Adapters(storage)
         self._config = config
         self._storage = storage
-        self._slots: WeightSlots = {}
+        self._places: dict[str, AdapterPlace | None] = {}
         self._names: CheckpointNames | None = None
         self._heads = (1, 1)
+        self._base: Callable[[], Tensors] | None = None
 
-    def model_is_loaded(self, slots: WeightSlots, names: CheckpointNames, heads: tuple[int, int]) -> None:
-        """Allocate room for adapters once the weights are loaded. heads: query and key heads. Raises ModelLoadError if
-        no layer takes any."""
-        self._slots, self._names, self._heads = slots, names, heads
-        if not any(slot.adapter is not None for slot in slots.values()):
+    def model_is_loaded(
+        self,
+        slots: WeightSlots,
+        names: CheckpointNames,
+        heads: tuple[int, int],
+        base: Callable[[], Tensors] | None = None,
+        *,
+        pools: bool = False,
+    ) -> None:
+        """Allocate room for adapters once the weights are loaded. heads: query and key heads. base: streams the
+        checkpoint again. pools: the model computes no tokens. Raises ModelLoadError if no layer takes any."""
+        self._names, self._heads, self._base = names, heads, base
+        self._places = {name: slot.adapter for name, slot in slots.items()} | ({} if pools else self.layers.places)
+        if not any(self._places.values()):
             raise ModelLoadError("enable_lora: no layer of this model takes adapters")
         self.layers.weights_are_loaded()
 
     def reserved_bytes(self) -> int:
         """Maximum bytes of adapters, all slots filled at the maximum rank, counted as weights in the memory profile."""
-        places = [slot.adapter for slot in self._slots.values() if slot.adapter is not None]
-        return self._config.slot_bytes(sum(place.local_elements for place in places))
+        allowed = [place for name, place in self._places.items() if self._config.allows(name.removesuffix(".weight"))]
+        return self._config.slot_bytes(sum(place.local_elements for place in allowed if place is not None))
 
     def steps_so_far(self) -> Callable[[], None]:
         """Function that waits for the steps begun so far (AdapterStorage)."""
@@ -77,19 +92,20 @@ class ModelAdapters:
         wait()
         for stack, _ in self.layers.stacks:
             self._storage.clear(stack, slot)
-        for heads in self.layers.heads:
-            heads.clear(slot)
+        for matrices in self.layers.in_torch:
+            matrices.clear(slot)
         directory = Path(adapter.path)
         if scaled_digest(content_digest(directory), adapter.scale) != adapter.digest:
             raise ModelLoadError(f"{directory} has changed since it was named: name it anew")
         config, path = read_config(directory), weight_file(directory)
         try:
             of_gguf = path.suffix == GGUF_SUFFIX
-            read = read_gguf_matrices(path, self._heads) if of_gguf else read_matrices(path)
+            read = read_gguf_matrices(path, self._heads) if of_gguf else read_matrices(path, self._check_base)
             found = self._placed(read, config)
-            for module, (place, matrices) in found.items():
+            for module, (place, pair) in found.items():
                 scale = adapter.scale * config.scale_of(_bare(module))
-                place.load(self._storage, slot, matrices["A"], matrices["B"], scale)
+                a, b = (pair[name] for name in place.names)
+                place.load(self._storage, slot, a, b, scale)
         except ModelLoadError as error:
             message = error.message if str(directory) in error.message else f"{path}: {error.message}"
             raise ModelLoadError(message) from None
@@ -103,11 +119,10 @@ class ModelAdapters:
                 raise ModelLoadError(f"the modules {shown(taken[name])} and {shown(module)} are one")
             taken[name] = module
             _check(module, pair, place, config)
-            allowed = self._config.target_modules
-            if allowed is not None and module.rpartition(".")[2] not in allowed:
+            if not self._config.allows(module):
                 raise ModelLoadError(
                     f"tensor {shown(module)} changes a module that lora_target_modules leaves out: "
-                    f"{', '.join(allowed)} may be changed"
+                    f"{', '.join(self._config.target_modules or ())} may be changed"
                 )
             found[module] = (place, pair)
         for target in config.target_modules or ():
@@ -120,24 +135,55 @@ class ModelAdapters:
         bare = _bare(module)
         inner = _INNER.sub("model.", bare, count=1) if _INNER.match(bare) else bare
         for own in dict.fromkeys((bare, inner, f"model.{bare}", self._names.base + bare)):
-            slot = self._slots.get(f"{own}.weight")
-            if slot is None:
+            name = f"{own}.weight"
+            if name not in self._places:
                 continue
-            if slot.adapter is None:
+            place = self._places[name]
+            if place is None:
                 raise ModelLoadError(f"tensor {shown(module)}: adapters of this module are not supported")
-            return f"{own}.weight", slot.adapter
+            return name, place
         raise ModelLoadError(f"tensor {shown(module)} does not belong to this model")
+
+    def _check_base(self, module: str, tensor: torch.Tensor | FileTensor) -> None:
+        """Raise ModelLoadError unless `tensor` is the base's embedding or head, as PEFT saves it too."""
+        tensor_name = shown(f"{module}.base_layer.weight")
+        name, place = self._place(module)
+        embedding = next((each for each, found in self._places.items() if isinstance(found, TablePlace)), name)
+        if not isinstance(place, TablePlace) and name != HEAD:
+            raise ModelLoadError(f"tensor {tensor_name}: it holds a tensor of the base")
+        assert self._names is not None, "the model is loaded before adapters"
+        prefix, is_tied = self._names.base, self._names.surplus.search(name) is not None
+        for found, own in () if self._base is None else self._base():
+            if (embedding if is_tied else name) in (found, prefix + found):
+                if tuple(own.shape) == tuple(tensor.shape) and _are_equal(own, tensor):
+                    return
+                raise ModelLoadError(f"tensor {tensor_name} is not the base's own")
+        raise ModelLoadError(f"tensor {tensor_name} cannot be compared with this base's")
+
+
+def _are_equal(own: torch.Tensor | FileTensor, other: torch.Tensor | FileTensor) -> bool:
+    for start in range(0, own.shape[0], COMPARED_ROWS):
+        count = min(COMPARED_ROWS, own.shape[0] - start)
+        if not torch.equal(*(each.narrow(0, start, count).to(other.dtype) for each in (own, other))):
+            return False
+    return True
 
 
 def _bare(module: str) -> str:
     return _PREFIX.sub("", module, count=1) if _PREFIX.match(module) else module
 
 
-def read_matrices(path: Path) -> Matrices:
-    """Read all pairs of A and B from an adapter's weight file. Raises ModelLoadError for other tensors and incomplete
-    pairs."""
+def read_matrices(path: Path, check_base: Callable[[str, torch.Tensor | FileTensor], None] | None = None) -> Matrices:
+    """Read all pairs of A and B from an adapter's weight file. check_base: called with module and tensor of the base.
+    Raises ModelLoadError for other tensors and incomplete pairs."""
     matrices: Matrices = {}
-    for name, tensor in _tensors(path):
+    source = read_safetensors(path, BytesRead()) if path.suffix == ".safetensors" else read_torch(path)
+    for name, stored in source:
+        of_base = _BASE.fullmatch(name)
+        if of_base is not None and check_base is not None:
+            check_base(of_base["module"], stored)
+            continue
+        tensor = stored.read() if isinstance(stored, FileTensor) else stored
         match = _TENSOR.fullmatch(name)
         if match is None:
             why = next((why for part, why in KNOWN_PARTS.items() if part in name), "it is no matrix of an adapter")
@@ -153,25 +199,27 @@ def read_matrices(path: Path) -> Matrices:
             raise ModelLoadError(f"tensor {shown(name)} holds infinite numbers or NaN")
         pair[match["part"]] = tensor
     for module, pair in matrices.items():
-        for part in "AB":
+        names = (EMBEDDING_NAMES, MATRIX_NAMES)[pair.keys().isdisjoint(EMBEDDING_NAMES)]
+        for part in names:
             if part not in pair:
-                raise ModelLoadError(f"tensor {shown(f'{module}.lora_{part}.weight')} is missing")
+                raise ModelLoadError(f"tensor {_shown(module, part)} is missing")
     if not matrices:
         raise ModelLoadError("it holds no tensors")
     return matrices
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    source = read_safetensors(path, BytesRead()) if path.suffix == ".safetensors" else read_torch(path)
-    for name, tensor in source:
-        yield name, tensor.read() if isinstance(tensor, FileTensor) else tensor
+def _shown(module: str, part: str) -> str:
+    return shown(f"{module}.lora_{part}" + (".weight" if part in MATRIX_NAMES else ""))
 
 
 def _check(module: str, pair: dict[str, torch.Tensor], place: AdapterPlace, config: PeftConfig) -> None:
     rank, (outputs, inputs) = config.rank_of(_bare(module)), place.shape
-    for part, wanted in (("A", (rank, inputs)), ("B", (outputs, rank))):
+    if pair.keys() != set(place.names):
+        own = " and ".join(f"lora_{part}" for part in place.names)
+        raise ModelLoadError(f"tensor {_shown(module, min(pair))}: this module's matrices are {own}")
+    for part, wanted in zip(place.names, ((rank, inputs), (outputs, rank)), strict=True):
         if tuple(pair[part].shape) != wanted:
             raise ModelLoadError(
-                f"tensor {shown(f'{module}.lora_{part}.weight')} has shape {list(pair[part].shape)}, where the model "
+                f"tensor {_shown(module, part)} has shape {list(pair[part].shape)}, where the model "
                 f"and rank {rank} of {config.path.name} ask for {list(wanted)}"
             )

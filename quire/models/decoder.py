@@ -18,7 +18,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlots, prefixed
-from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.embedding import Embedding, TokenEmbedding, VocabularyProjection
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
@@ -31,7 +31,7 @@ from quire.quantization.integer_weight import WeightSource
 
 
 class DecoderLayer(Protocol):
-    """One layer of a decoder; Decoder runs a list of them."""
+    """One layer of a decoder."""
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
@@ -119,8 +119,12 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
         """Run the layers (CausalLM.forward). Given a recorder's placeholders, this records it."""
-        if self.adapters is not None:
-            self.adapters.begin(batch.columns.get(ADAPTER_SLOTS), batch.logits_rows)
+        if self.adapters is None:
+            return self._forward(batch)
+        with self.adapters.over(batch.columns.get(ADAPTER_SLOTS), batch.logits_rows):
+            return self._forward(batch)
+
+    def _forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
         x, numbers, overlay = self.first_rows(batch), self._numbers, batch.overlay
         used = {self._rotaries[number]: None for number in numbers}
         positions = batch.rotary_positions, batch.grid_positions
@@ -152,8 +156,11 @@ class Decoder:
     def output_size(self) -> int:
         return self._head.input_size
 
-    def compute_logits(self, hidden: Value) -> Value:
-        return self._head(hidden)
+    def compute_logits(self, hidden: Value, slots: Indices | None = None) -> Value:
+        if self.adapters is None or slots is None:
+            return self._head(hidden)
+        with self.adapters.over(slots):
+            return self._head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
         fill_slots(self.slots, self._names, weights, elsewhere)
@@ -178,7 +185,7 @@ class TextDecoder(Decoder):
     ) -> None:
         """make_layer: called with a layer's number. ropes: one per layer, None without rotation. norm: class of the
         final norm."""
-        self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
+        self._tokens = TokenEmbedding(config.vocab_size, config.hidden_size, context)
         made = {rope: None if rope is None else RotaryEmbedding(rope, config.max_model_len, context) for rope in ropes}
         super().__init__(
             make_layers(config, context, make_layer),

@@ -16,7 +16,7 @@ from quire.config.model_shape import Experts
 from quire.config.rope import RopeConfig, read_rope
 from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.arguments import ExpansionRule, Gating, Routing
-from quire.kernels.value import Value
+from quire.kernels.value import Indices, Value
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.latent_attention import LatentAttention, LatentHeads
 from quire.layers.latent_index import IndexHeads
@@ -75,7 +75,7 @@ class DeepseekHead(DraftHead):
     def leave(self, x: Value) -> Value:
         return x
 
-    def compute_logits(self, hidden: Value) -> Value:
+    def compute_logits(self, hidden: Value, slots: Indices | None = None) -> Value:
         assert self._norm is not None, "a head has one"
         return self._head(self._norm(hidden))
 

@@ -174,8 +174,8 @@ class DenseDecoder(TextDecoder):
         x = super().embed(token_ids)
         return x if self._style.embedding_factor == 1.0 else self._operations.scale(x, self._style.embedding_factor)
 
-    def compute_logits(self, hidden: Value) -> Value:
-        logits = super().compute_logits(hidden)
+    def compute_logits(self, hidden: Value, slots: Indices | None = None) -> Value:
+        logits = super().compute_logits(hidden, slots)
         if self._style.logits_factor != 1.0:
             logits = self._operations.scale(logits, self._style.logits_factor)
         if self._style.logits_cap is not None:

@@ -176,7 +176,7 @@ class EagleHead(Decoder):
     def leave(self, x: Value) -> Value:
         return self._norm(x) if self._norm is not None and self._eagle.norm_output else x
 
-    def compute_logits(self, hidden: Value) -> Value:
+    def compute_logits(self, hidden: Value, slots: Indices | None = None) -> Value:
         is_normed = self._norm is None or self._eagle.norm_output
         return self._head(hidden if is_normed or self._norm is None else self._norm(hidden))
 

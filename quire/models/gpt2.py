@@ -11,7 +11,7 @@ from quire.kernels.value import Value
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
-from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.embedding import Embedding, TokenEmbedding, VocabularyProjection
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.models.checkpoint_names import CheckpointNames
@@ -52,7 +52,7 @@ class GPT2LMHeadModel(Decoder):
         fields = model_fields(config)
         if fields.boolean("add_cross_attention", False):
             raise fields.error("cross-attention (add_cross_attention) is not supported")
-        self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
+        self._tokens: Embedding = TokenEmbedding(config.vocab_size, config.hidden_size, context)
         num_positions, whole = fields.integer("n_positions"), context.replicated()
         self._positions = Embedding(num_positions, config.hidden_size, context.positions, whole)
         super().__init__(

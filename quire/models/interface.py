@@ -31,12 +31,12 @@ class CausalLM(Protocol):
         ...
 
     def cache_specs(self) -> list[LayerSpec]:
-        """KV-cache spec of each layer, by index, from which workers lay out the pool."""
+        """KV-cache spec of each layer, by index."""
         ...
 
     @property
     def output_size(self) -> int:
-        """Size of a token's last hidden state; a projection may change the layers' (OPT-350m)."""
+        """Size of a token's last hidden state."""
         ...
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
@@ -45,9 +45,9 @@ class CausalLM(Protocol):
         them."""
         ...
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of hidden states, [R, output_size]: [R, vocab_size] float32 (on a device its dtype), with contiguous
-        rows; caller and next call may overwrite them."""
+        rows; caller and next call may overwrite them. slots: [R], adapters of the rows (None: none has one)."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:

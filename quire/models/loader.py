@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -55,9 +56,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class Extras(NamedTuple):
-    """Optional parts that `load_model` gives the layers. expert_counts: counters of the rows that experts compute
-    (None: off). adapters: model's adapters (None: off). balancer: collects layers whose experts change their ranks
-    (None: they stay)."""
+    """Optional parts of a model; None: off. expert_counts: counters of experts' rows. adapters: the model's. balancer:
+    collects layers whose experts change their ranks."""
 
     expert_counts: ExpertCounters | None = None
     adapters: ModelAdapters | None = None
@@ -77,11 +77,10 @@ def load_model(
     extras: Extras = NO_EXTRAS,
     stage: Stage = WHOLE_MODEL,
 ) -> CausalLM:
-    """Build and load `config`'s model; workers call it at start. Floating-point checkpoints are converted to
-    `config.dtype`, or quantised as `config.quantization` says, matrix by matrix. group: ranks that share each layer;
-    this process loads its part. runtime: native CPU kernels; device_layers: Triton kernels; neither: plain torch.
-    stage: layers to load. progress: called as (bytes done, bytes in all). Raises ModelLoadError naming file and
-    tensor."""
+    """Build and load `config`'s model. Floating-point checkpoints are converted to `config.dtype`, or quantised as
+    `config.quantization` says. group: ranks that share each layer. runtime: native CPU kernels; device_layers: Triton
+    kernels; neither: plain torch. stage: layers to load. progress: called as (bytes done, bytes in all). Raises
+    ModelLoadError naming file and tensor."""
     assert runtime is None or device_layers is None, "a model computes in one way"
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
     elsewhere: frozenset[str] = frozenset()
@@ -112,7 +111,13 @@ def load_model(
         with torch.inference_mode():
             _load_from(model, files, config, report, elsewhere - model.slots.keys(), context.cache_scales)
     if adapters is not None:
-        adapters.model_is_loaded(model.slots, CheckpointNames.of(config), (config.num_heads, config.num_kv_heads))
+        adapters.model_is_loaded(
+            model.slots,
+            CheckpointNames.of(config),
+            (config.num_heads, config.num_kv_heads),
+            partial(checkpoint_tensors, files, config, _silent) if isinstance(files, WeightFiles) else None,
+            pools=config.pooling is not None,
+        )
     if runtime is None or config.impl == "transformers":
         return _staged(cast("CausalLM", model), config, context)  # this model computes on tensors itself
     from quire.models.deepseek import expansion_rule
@@ -202,7 +207,7 @@ def load_vision(
     device_layers: DeviceLayers | None = None,
 ) -> VisionEncoder:
     """Load the vision tower in `config.dtype` from a checkpoint's `visual.*` tensors. group: each rank has the whole
-    tower. runtime, device_layers: see `load_model`. Raises ModelLoadError naming file and key or tensor."""
+    tower. runtime, device_layers: see `load_model`. Raises ModelLoadError."""
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
     vision = read_vision(config.architecture, config.vision, config.hidden_size, str(config.path / CONFIG_FILE))

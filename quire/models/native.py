@@ -17,6 +17,8 @@ from quire.kernels.arguments import ExpansionRule
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import (
+    SLOT_POSITIONS,
+    TOKEN_IDS,
     Buffer,
     FirstRows,
     RecordedIndices,
@@ -35,6 +37,8 @@ from quire.models.decoder import Decoder
 from quire.models.draft_head import DraftHead
 from quire.quantization.integer_weight import WeightSource
 
+HEAD_SLOTS = SLOT_POSITIONS + 1
+"""Column of a head's program for the rows' adapters."""
 LINE_ELEMENTS = 16
 """float32 numbers per cache line."""
 
@@ -121,7 +125,8 @@ class NativeModel:
         self._runtime = runtime
         self._backend: NativeAttention | NativeEncoder | None = None
         self._bodies: dict[Variant, Body] = {}
-        self._head: RecordedProgram | None = None
+        self._heads: dict[bool, RecordedProgram] = {}
+        """Without and with adapters."""
         self._logits = FirstRows(torch.empty(0, 0))
         """Logits of the last call, in memory that each call reuses."""
         self._body_run: BoundRun | None = None
@@ -138,8 +143,9 @@ class NativeModel:
         self._model.load_weights(weights)
 
     def release_workspaces(self) -> None:
-        self._backend = self._head = self._expanding = self._body_run = self._head_run = None
+        self._backend = self._expanding = self._body_run = self._head_run = None
         self._bodies.clear()
+        self._heads.clear()
         self._logits = FirstRows(torch.empty(0, 0))
 
     def weight_bytes(self) -> int:
@@ -176,10 +182,10 @@ class NativeModel:
         bound.run()
         return bound.result
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         bound = self._head_run
-        if bound is None or bound.hidden is not hidden:
-            bound = self._bind_head(hidden)
+        if bound is None or bound.hidden is not hidden or slots is not None:
+            bound = self._bind_head(hidden, slots)
         bound.run()
         return bound.result
 
@@ -194,7 +200,8 @@ class NativeModel:
         variant = self._variant(batch, step)
         program, states, overlay = self._body_for(variant, step, num_rows)
         if variant.adapts and self._model.adapters is not None:
-            self._model.adapters.running = StepSlots(cast("torch.Tensor", batch.columns[ADAPTER_SLOTS]), rows)
+            slots = cast("torch.Tensor", batch.columns[ADAPTER_SLOTS])
+            self._model.adapters.running = StepSlots(slots, rows, tensors[TOKEN_IDS])
         if overlay is not None:
             overlay.current = batch.overlay
         last, *tapped = program.results(num_rows, num_rows if rows is None else len(rows))
@@ -212,16 +219,17 @@ class NativeModel:
             self._body_run = bound
         return bound
 
-    def _bind_head(self, hidden: torch.Tensor) -> BoundHead:
+    def _bind_head(self, hidden: torch.Tensor, slots: torch.Tensor | None) -> BoundHead:
         self._head_run = None
-        num_rows = len(hidden)
-        head = self._head
+        num_rows, adapts = len(hidden), slots is not None
+        head = self._heads.get(adapts)
         if head is None or head.max_rows < num_rows:
-            head = self._record_head(hidden.shape[1], num_rows)
+            head = self._record_head(hidden.shape[1], num_rows, adapts=adapts)
         rows = hidden.contiguous()
-        run = head.bind(num_rows, externals=(rows, self._logits.rows))
+        columns = [slots if number == HEAD_SLOTS else None for number in range(HEAD_SLOTS + 1)] if adapts else ()
+        run = head.bind(num_rows, columns, externals=(rows, self._logits.rows))
         bound = BoundHead(rows, run, self._logits.get(num_rows))
-        if rows is hidden:  # a copy would belong to this step only
+        if rows is hidden and not adapts:  # a copy would belong to this step only
             self._head_run = bound
         return bound
 
@@ -277,16 +285,18 @@ class NativeModel:
         program = recorder.finish_program(_recorded(hidden), self._runtime, rounded_rows(num_rows), others=kept)
         return Body(program, StatePlans(recorder.state_layers) if recorder.state_layers else None, overlay)
 
-    def _record_head(self, hidden_size: int, num_rows: int) -> RecordedProgram:
-        self._head = None
+    def _record_head(self, hidden_size: int, num_rows: int, *, adapts: bool) -> RecordedProgram:
+        self._heads.pop(adapts, None)
         recorder = Recorder()
         hidden = recorder.external(hidden_size, hidden_size)
-        logits = _recorded(self._model.compute_logits(hidden))
+        slots = RecordedIndices(recorder, HEAD_SLOTS) if adapts else None
+        logits = _recorded(self._model.compute_logits(hidden, slots))
         max_rows = rounded_rows(num_rows)
-        self._logits = FirstRows(_separate_rows(max_rows, logits.width))
+        if len(self._logits.rows) < max_rows:
+            self._logits = FirstRows(_separate_rows(max_rows, logits.width))
         recorder.redirect(logits, recorder.external(logits.width, self._logits.rows.stride(0)))
-        self._head = recorder.finish_program(logits, self._runtime, max_rows)
-        return self._head
+        self._heads[adapts] = head = recorder.finish_program(logits, self._runtime, max_rows)
+        return head
 
 
 def _recorded(value: Value) -> Buffer:

@@ -12,7 +12,7 @@ from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
-from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.embedding import Embedding, TokenEmbedding, VocabularyProjection
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
@@ -68,7 +68,7 @@ class OPTForCausalLM(Decoder):
         fields = model_fields(config)
         size = config.hidden_size
         embedding_size = fields.integer("word_embed_proj_dim", size)
-        self._tokens = Embedding(config.vocab_size, embedding_size, context.vocabulary, context)
+        self._tokens: Embedding = TokenEmbedding(config.vocab_size, embedding_size, context)
         num_positions = fields.integer("max_position_embeddings") + POSITION_OFFSET
         whole = context.replicated()
         self._positions = Embedding(num_positions, size, context.positions, whole)

@@ -88,9 +88,9 @@ class StagedModel:
             outgoing.send(result.hidden)
         return result
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         assert self._stage.is_last, "the last stage samples"
-        return self._model.compute_logits(hidden)
+        return self._model.compute_logits(hidden, slots)
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
         self._model.load_weights(weights)

@@ -84,7 +84,7 @@ class TransformersModel:
         assert isinstance(rows, torch.Tensor), "modelling code takes tensors"
         return ForwardResult(hidden.index_select(0, rows))
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         self._computed.hidden = hidden[None].to(self._context.dtype)
         logits: torch.Tensor = self._model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long)).logits[0]
         return logits.float() if self._context.device.type == "cpu" else logits

@@ -164,10 +164,10 @@ def add_answer_route(
     context: ServerContext,
     read: Callable[[Request, ServerContext], Awaitable[Body]],
     answer_type: Callable[[ServerContext, Body, str | None], Answer[Body]],
+    mark: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Add POST `path`. A client that hangs up ends its request."""
+    """Add POST `path`. A client that hangs up ends its request. mark: decorator."""
 
-    @app.post(path)
     async def create(request: Request) -> Response:
         body = await read(request, context)
         context.admit()
@@ -178,3 +178,5 @@ def add_answer_route(
         if body.stream:
             return EventStream(answer.stream(), headers)
         return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)
+
+    app.post(path)(create if mark is None else mark(create))

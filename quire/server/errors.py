@@ -119,19 +119,20 @@ OLLAMA_PREFIX = "/api/"
 
 
 class OllamaErrorBody(msgspec.Struct):
-    """Error in Ollama's shape."""
-
     error: str
 
 
 LLAMA_CPP_PATHS = frozenset(
     {
+        "/chat/completions",
+        "/chat/completions/input_tokens",
         "/completion",
         "/completions",
         "/infill",
         "/props",
         "/slots",
         "/embedding",
+        "/embeddings",
         "/apply-template",
         "/lora-adapters",
         "/v1/health",
@@ -140,14 +141,16 @@ LLAMA_CPP_PATHS = frozenset(
 
 
 class LlamaErrorDetail(msgspec.Struct):
+    """n_prompt_tokens, n_ctx: of too long prompts; uncounted ones have n_ctx + 1."""
+
     code: int
     message: str
     type: str
+    n_prompt_tokens: int | UnsetType = UNSET
+    n_ctx: int | UnsetType = UNSET
 
 
 class LlamaErrorBody(msgspec.Struct):
-    """Error in llama.cpp's shape."""
-
     error: LlamaErrorDetail
 
 
@@ -161,18 +164,27 @@ _LLAMA_CPP_ERROR_TYPES = {
 
 
 class ApiError(Exception):
-    """Error with its HTTP status; made by `api_error`. detail: the part that clients read."""
+    """Error with its HTTP status; made by `api_error`. detail: the part that clients read. num_tokens: see
+    PromptTooLongError."""
 
-    def __init__(self, status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        detail: ErrorDetail,
+        headers: Mapping[str, str] | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
         super().__init__(detail.message)
         self.status = status
         self.detail = detail
         self.headers = dict(headers or {})
+        self.num_tokens = num_tokens
 
     def named(self, names: Mapping[str, str]) -> ApiError:
         """Error with the request's field names; see UserError.named."""
         message, param = in_terms(self.detail.message, self.detail.param, names)
-        return ApiError(self.status, msgspec.structs.replace(self.detail, message=message, param=param), self.headers)
+        detail = msgspec.structs.replace(self.detail, message=message, param=param)
+        return ApiError(self.status, detail, self.headers, self.num_tokens)
 
 
 def api_error(
@@ -191,7 +203,7 @@ def invalid_request(message: str, *, param: str | None = None, code: str | None 
 
 
 def unavailable(message: str) -> ApiError:
-    """503: the server shuts down or its engine is gone; another server may answer."""
+    """503: the server shuts down or its engine is gone."""
     return api_error(503, message, "service_unavailable")
 
 
@@ -206,7 +218,9 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
-        return invalid_request(error.message, param=error.param or "prompt", code="context_length_exceeded")
+        code = "context_length_exceeded"
+        detail = ErrorDetail(error.message, error_type(400), error.param or "prompt", code)
+        return ApiError(400, detail, num_tokens=error.num_tokens)
     if isinstance(error, UnknownModelError):
         return invalid_request(error.message, param="model", code="model_not_found", status=404)
     if isinstance(error, UserError):
@@ -247,14 +261,23 @@ def error_body(error: ApiError, scope: Scope) -> bytes:
     if path.startswith(OLLAMA_PREFIX):
         return msgspec.json.encode(OllamaErrorBody(error.detail.message))
     if path in LLAMA_CPP_PATHS:
-        kind = _LLAMA_CPP_ERROR_TYPES.get(error.status, "invalid_request_error")
-        if error.detail.code == "context_length_exceeded":
-            kind = "exceed_context_size_error"
-        return msgspec.json.encode(LlamaErrorBody(LlamaErrorDetail(error.status, error.detail.message, kind)))
+        return msgspec.json.encode(LlamaErrorBody(_llama_error(error, scope)))
     detail, code = error.detail, error.detail.code
     if follows_vllm(scope.get("app")):
         detail = msgspec.structs.replace(detail, code=error.status, reason=UNSET if code is None else str(code))
     return msgspec.json.encode(ErrorBody(detail))
+
+
+def _llama_error(error: ApiError, scope: Scope) -> LlamaErrorDetail:
+    kind = _LLAMA_CPP_ERROR_TYPES.get(error.status, "invalid_request_error")
+    found = LlamaErrorDetail(error.status, error.detail.message, kind)
+    if error.detail.code == "context_length_exceeded":
+        found.type = "exceed_context_size_error"
+        found.n_ctx = scope["app"].state.context.engine.ready.max_model_len
+        found.n_prompt_tokens = error.num_tokens or found.n_ctx + 1
+        size = f"({found.n_prompt_tokens} tokens) exceeds the available context size ({found.n_ctx} tokens)"
+        found.message = f"the request {size}: {found.message}"
+    return found
 
 
 def follows_vllm(app: object) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from quire.server.context import ServerContext
 
 
+T = TypeVar("T")
 NO_INPUTS = TemplateInputs()
 
 
@@ -170,8 +171,8 @@ async def generate(
                     async for output in outputs:
                         yield placed(0, output)
             else:
-                async with aclosing(_merge(streams)) as merged:
-                    async for number, output in merged:
+                async with aclosing(merged(streams)) as outputs_of:
+                    async for number, output in outputs_of:
                         yield placed(number, output)
     except UserError as error:
         raise error.named(names) from None
@@ -224,14 +225,13 @@ async def _joined(
                 yield number, held.pop(number).output()
 
 
-async def _merge(
-    streams: list[AsyncGenerator[RequestOutput, None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    queue: asyncio.Queue[tuple[int, RequestOutput] | None] = asyncio.Queue()
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield (stream's index, item). An error of one stream ends all."""
+    queue: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
     # The queue holds at most one output of each stream; the stream itself merges those that come meanwhile.
     taken = [asyncio.Event() for _ in streams]
 
-    async def pump(index: int, outputs: AsyncGenerator[RequestOutput, None]) -> None:
+    async def pump(index: int, outputs: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -20,12 +21,13 @@ from quire.server.body import parse_fields, report_ignored
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import ApiError, unavailable
-from quire.server.generation import render_chat
+from quire.server.generation import merged, render_chat
 from quire.server.health import Health
 from quire.server.json_bodies import any_type
+from quire.server.llama_chat import add_llama_chat_routes, timings_of
 from quire.server.logprobs import ID_MARK
 from quire.server.numbered_adapters import add_numbered_adapter_routes
-from quire.server.pooling import add_pooling_route, run_texts
+from quire.server.pooling import add_pooling_route, one_sequence, run_texts
 from quire.server.protocol.chat import ChatLogprob, ChatRequest, TopLogprob
 from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.llama_cpp import (
@@ -40,11 +42,9 @@ from quire.server.protocol.llama_cpp import (
     LlamaInfillRequest,
     LlamaProbability,
     LlamaPrompt,
-    LlamaPromptParts,
     LlamaProps,
     LlamaResponse,
     LlamaSlot,
-    LlamaTimings,
 )
 from quire.server.query import truth
 from quire.server.reading import read_request
@@ -55,6 +55,8 @@ from quire.tokenization.infill import infill
 
 SNIPPET = "\n\n--- snippet ---\n\n"
 """Mark before each text of `input_extra`, for tokenizers without a file token."""
+PROCESSED = "processed_logprobs"
+"""Mode that `post_sampling_probs` needs."""
 FILE_MARK = "<|file_sep|>"
 SIDE_BY_SIDE = 8
 """Limit of a request's prompts that run at once."""
@@ -69,7 +71,7 @@ def add_llama_cpp_routes(app: FastAPI, context: ServerContext) -> None:
     @any_type
     async def completion(request: Request) -> Response:
         body = await read_request(request, context, LlamaCompletionRequest)
-        prompts = [await _one_sequence(context, prompt) for prompt in body.prompts]
+        prompts = [await one_sequence(context, prompt) for prompt in body.prompts]
         if len(prompts) == 1:
             return await _answer(request, context, body, prompts[0])
         return await _answer_all(request, context, body, prompts)
@@ -80,7 +82,7 @@ def add_llama_cpp_routes(app: FastAPI, context: ServerContext) -> None:
         body = await read_request(request, context, LlamaInfillRequest)
         return await _answer(request, context, body, await _infill_prompt(context, body))
 
-    add_pooling_route(app, context, ("/embedding",), "embed", LlamaEmbeddingRequest, _embed, any_type)
+    add_pooling_route(app, context, ("/embedding", "/embeddings"), "embed", LlamaEmbeddingRequest, _embed, any_type)
 
     @app.post("/apply-template")
     @any_type
@@ -91,18 +93,9 @@ def add_llama_cpp_routes(app: FastAPI, context: ServerContext) -> None:
         rendered = await render_chat(context, body, tools, body.template_inputs)
         return json_response(LlamaPrompt(rendered.text or ""))
 
+    add_llama_chat_routes(app, context)
     add_numbered_adapter_routes(app, context)
     _add_state_routes(app, context)
-
-
-async def _one_sequence(context: ServerContext, prompt: LlamaPromptParts) -> str | list[int]:
-    if isinstance(prompt, str) or not any(isinstance(part, str) for part in prompt):
-        return prompt  # type: ignore[return-value]
-    found: list[int] = []
-    for number, part in enumerate(prompt):
-        is_text = isinstance(part, str)
-        found += await context.engine.texts.encode(part, add_special_tokens=number == 0) if is_text else [part]  # type: ignore[arg-type,list-item]
-    return found
 
 
 def _add_state_routes(app: FastAPI, context: ServerContext) -> None:
@@ -185,6 +178,9 @@ async def _answer_all(
     request: Request, context: ServerContext, body: LlamaFields, prompts: Sequence[str | list[int]]
 ) -> Response:
     answers = [await _begin(request, context, body, prompt, index) for index, prompt in enumerate(prompts)]
+    headers = {"X-Request-Id": answers[0].response_id}
+    if body.stream:
+        return EventStream(_stream_all(answers), headers)
     free = asyncio.Semaphore(SIDE_BY_SIDE)
 
     async def run(answer: _LlamaAnswer) -> None:
@@ -201,14 +197,29 @@ async def _answer_all(
             await asyncio.gather(*tasks, return_exceptions=True)
 
     await run_until_disconnect(request.receive, run_all())
-    headers = {"X-Request-Id": answers[0].response_id}
     return Response(b"[%b]" % b",".join(a.whole() for a in answers), headers=headers, media_type="application/json")
+
+
+async def _stream_all(answers: Sequence[_LlamaAnswer]) -> AsyncGenerator[bytes, None]:
+    free = asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def one(answer: _LlamaAnswer) -> AsyncGenerator[bytes, None]:
+        async with free, aclosing(answer.stream()) as events:
+            async for event in events:
+                yield event
+
+    async with aclosing(merged([one(answer) for answer in answers])) as events:
+        async for _, event in events:
+            yield event
 
 
 async def _begin(
     request: Request, context: ServerContext, body: LlamaFields, prompt: str | list[int], index: int = 0
 ) -> _LlamaAnswer:
     name = context.served_name(body.model)
+    if body.post_sampling_probs and body.n_probs and context.engine.engine_config.logprobs_mode != PROCESSED:
+        needed = f"the server needs --logprobs-mode {PROCESSED}"
+        raise UserError(f"post_sampling_probs is not told: {needed}", param="post_sampling_probs")
     report_ignored(request, context, body.noted)
     defaults, longest = context.engine.model_config.sampling_defaults, context.engine.ready.max_model_len
     fields = body.to_completion(prompt, defaults, longest)
@@ -217,8 +228,8 @@ async def _begin(
     try:
         completion = parse_fields(fields, CompletionRequest)[0]
     except (ApiError, UserError) as error:
-        raise error.named(NAMES) from None
-    turn = begin_completion(context, request, completion, NAMES, ends_with_context=True)
+        raise error.named(body.names) from None
+    turn = begin_completion(context, request, completion, body.names, ends_with_context=True)
     return _LlamaAnswer(context, body, turn, name, prompt, index)
 
 
@@ -233,7 +244,7 @@ async def _biases(context: ServerContext, body: LlamaFields) -> dict[int, float]
 
 
 class _LlamaAnswer:
-    """Completion in llama.cpp's form. After `t_max_predict_ms` it ends at the first line break."""
+    """After `t_max_predict_ms` it ends at the first line break."""
 
     def __init__(
         self, context: ServerContext, body: LlamaFields, turn: Turn, model: str, prompt: str | list[int], index: int
@@ -313,7 +324,7 @@ class _LlamaAnswer:
             tokens_cached=usage.num_cached,
             generation_settings=self._settings(),
             prompt=self._prompt_text() if self._tells("prompt") else UNSET,
-            timings=self._timings(num_predicted),
+            timings=timings_of(usage, turn.times, num_predicted),
         )
 
     def _settings(self) -> dict[str, Any]:
@@ -340,35 +351,20 @@ class _LlamaAnswer:
 
     def _probability(self, entry: ChatLogprob | TopLogprob) -> LlamaProbability:
         token = int(entry.token.removeprefix(ID_MARK))
-        return LlamaProbability(
-            id=token,
-            token=self._tokenizer.token_text(token),
-            bytes=entry.bytes or [],
-            logprob=entry.logprob,
-            top_logprobs=UNSET
-            if isinstance(entry, TopLogprob)
-            else [self._probability(each) for each in entry.top_logprobs],
-        )
+        found = LlamaProbability(id=token, token=self._tokenizer.token_text(token), bytes=entry.bytes or [])
+        others = None if isinstance(entry, TopLogprob) else [self._probability(each) for each in entry.top_logprobs]
+        if self._body.post_sampling_probs:
+            found.prob = math.exp(entry.logprob)
+            found.top_probs = UNSET if others is None else [each for each in others if each.prob]
+        else:
+            found.logprob, found.top_logprobs = entry.logprob, UNSET if others is None else others
+        return found
 
     def _new_tokens(self) -> list[int]:
         tells = (self._body.return_tokens or self._body.stream) and not self._is_silent
         found = self._turn.token_ids[self._num_told :] if tells else []
         self._num_told += len(found)
         return found
-
-    def _timings(self, num_predicted: int) -> LlamaTimings:
-        usage, times = self._turn.usage, self._turn.times
-        num_prompt = usage.prompt_tokens - usage.num_cached
-        prompt_ms, predicted_ms = times.time_to_first_token_ms or 0.0, times.generation_time_ms or 0.0
-        return LlamaTimings(
-            usage.num_cached,
-            num_prompt,
-            prompt_ms,
-            *_rates(num_prompt, prompt_ms),
-            num_predicted,
-            predicted_ms,
-            *_rates(num_predicted, predicted_ms),
-        )
 
     def _tells(self, name: str) -> bool:
         return not self._body.response_fields or name in self._body.response_fields
@@ -390,16 +386,10 @@ def _at(fields: dict[str, Any], path: str) -> Any:
     return value
 
 
-def _rates(count: int, milliseconds: float) -> tuple[float, float]:
-    if not count or not milliseconds:
-        return 0.0, 0.0
-    return milliseconds / count, 1000 * count / milliseconds
-
-
 async def _embed(context: ServerContext, body: LlamaEmbeddingRequest) -> Response:
     params = PoolingParams(normalize=False if body.embd_normalize == -1 else None)
-    texts = body.texts
-    outputs = await run_texts(context, body, params, [(text, None) for text in texts], ["content"] * len(texts))
+    texts = [(await one_sequence(context, text), None) for text in body.texts]
+    outputs = await run_texts(context, body, params, texts, [body.field_name] * len(texts))
     found = [
         LlamaEmbedding(index, [context.engine.pooling.vector(output, params)]) for index, output in enumerate(outputs)
     ]

@@ -55,7 +55,15 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
         return json_response(ModelPage([info(name) for name in page], len(page) < len(names), first, last))
 
     if LLAMA_CPP in context.settings.doors:
-        app.get("/models")(list_models)
+
+        @app.get("/models")
+        async def list_with_aliases(request: Request) -> Response:
+            usable = context.usable(context.names)
+            aliases = [name for name in usable if name in context.model_names]
+            found = [card(name) for name in [*aliases[:1], *usable[len(aliases) :]]]
+            for each in found:
+                each.aliases, each.tags = aliases if each.id in aliases else [each.id], []
+            return json_response(ModelList(found))
 
     # Names may hold slashes, as hub ids do.
     @app.get("/v1/models/{name:path}")

@@ -52,6 +52,7 @@ from quire.server.protocol.files import (
     FileObject,
     FileUpload,
 )
+from quire.server.protocol.llama_chat import LlamaChatRequest, LlamaChatResponse
 from quire.server.protocol.llama_cpp import (
     LlamaChosenFields,
     LlamaCompletionRequest,
@@ -141,6 +142,8 @@ RENDERING = frozenset(
         "/api/chat",
         "/api/generate",
         "/apply-template",
+        "/chat/completions",
+        "/chat/completions/input_tokens",
     }
 )
 """Routes that render chat templates, in a separate process."""
@@ -181,7 +184,9 @@ EXAMPLES: dict[str, list[Any]] = {
     **{path: [{"model": "MODEL"}] for path in ("/api/show", "/api/pull")},
     **{path: [{"prompt": "hello", "n_predict": 16}] for path in ("/completion", "/completions")},
     "/infill": [{"input_prefix": "def add(a, b):", "input_suffix": "\n", "n_predict": 16}],
-    "/embedding": [{"content": "one text"}],
+    **{path: [{"content": "one text"}] for path in ("/embedding", "/embeddings")},
+    "/chat/completions": [{"messages": _HELLO, "max_tokens": 16}],
+    "/chat/completions/input_tokens": [{"messages": _HELLO}],
     "/apply-template": [{"messages": _HELLO}],
 }
 """Example bodies by route. MODEL stands for the first served model."""
@@ -317,7 +322,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     **{("post", path): _RERANK for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     ("post", "/classify"): _generating("Labels of texts", ClassificationRequest, ClassificationResponse),
     ("post", "/pooling"): _generating("What the model makes of texts", PoolingRequest, PoolingResponse),
-    **{("get", path): _MODELS for path in ("/v1/models", "/models")},
+    ("get", "/v1/models"): _MODELS,
+    ("get", "/models"): Operation("The models, each with its aliases", ModelList),
     ("get", "/v1/models/{name}"): Operation(
         "One model", ModelCard, parameters={"name": "the model's name"}, names_model=True
     ),
@@ -420,13 +426,22 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/infill"): _generating(
         "Write what stands between two texts, in llama.cpp's words", LlamaInfillRequest, LlamaResponse
     )._replace(or_response=LlamaChosenFields),
-    ("post", "/embedding"): Operation(
-        "Vectors of texts, in llama.cpp's words: a list of these",
-        LlamaEmbedding,
-        LlamaEmbeddingRequest,
-        is_queued=True,
-        names_model=True,
-        is_list=True,
+    **{
+        ("post", path): Operation(
+            "Vectors of texts, in llama.cpp's words: a list of these",
+            LlamaEmbedding,
+            LlamaEmbeddingRequest,
+            is_queued=True,
+            names_model=True,
+            is_list=True,
+        )
+        for path in ("/embedding", "/embeddings")
+    },
+    ("post", "/chat/completions"): _generating(
+        "Answer a conversation, with llama.cpp's fields", LlamaChatRequest, LlamaChatResponse
+    ),
+    ("post", "/chat/completions/input_tokens"): Operation(
+        "Count the tokens of a conversation", InputTokens, LlamaChatRequest, names_model=True
     ),
     ("post", "/apply-template"): Operation(
         "A conversation as the chat template writes it", LlamaPrompt, ChatRequest, names_model=True

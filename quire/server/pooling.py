@@ -32,6 +32,7 @@ from quire.server.protocol.pooling import (
     EmbeddingResponse,
     InputFields,
     ListResponse,
+    Mixed,
     PairFields,
     PooledFields,
     PoolingFields,
@@ -116,12 +117,26 @@ def _check_wanted_task(context: ServerContext, task: str) -> None:
 async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
     if body.messages is not None:
         return [((await render_chat(context, body)).token_ids, None)]
+    inputs = [await one_sequence(context, each, begins=body.special_tokens) for each in body.inputs]
     if body.special_tokens:
-        return [(text, None) for text in body.inputs]
+        return [(text, None) for text in inputs]
     is_cut = body.truncate_prompt_tokens is not None
     encode = partial(context.engine.texts.encode, add_special_tokens=False, is_cut=is_cut)
     with_prompt = context.engine.pooling.with_prompt
-    return [(await encode(with_prompt(text)) if isinstance(text, str) and text else text, None) for text in body.inputs]
+    return [(await encode(with_prompt(text)) if isinstance(text, str) and text else text, None) for text in inputs]
+
+
+async def one_sequence(context: ServerContext, mixed: Mixed, *, begins: bool = True) -> str | list[int]:
+    """Text, or all token ids. begins: with the tokenizer's prefix."""
+    if isinstance(mixed, str) or not any(isinstance(part, str) for part in mixed):
+        return mixed  # type: ignore[return-value]
+    found: list[int] = []
+    for number, part in enumerate(mixed):
+        if isinstance(part, int):
+            found.append(part)
+        else:
+            found += await context.engine.texts.encode(part, add_special_tokens=begins and number == 0)
+    return found
 
 
 async def _run_inputs(context: ServerContext, body: InputFields, params: PoolingParams) -> list[RequestOutput]:

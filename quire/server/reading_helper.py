@@ -71,8 +71,8 @@ class Ids(msgspec.Struct):
     def of(cls, field: str, value: Any) -> Ids | None:
         """Token ids of a field, packed for reading.py; None for other values."""
         lists = value if isinstance(value, list) else []
-        is_one = bool(lists) and isinstance(lists[0], int)
-        if not lists or not (is_one or isinstance(lists[0], list)):
+        is_one = all(isinstance(each, int) for each in lists)
+        if not lists or not (is_one or all(_has_ids_alone(each) for each in lists)):
             return None
         return cls(field, [packed(each) for each in ([lists] if is_one else lists)], is_one)
 
@@ -80,6 +80,10 @@ class Ids(msgspec.Struct):
     def value(self) -> list[int] | list[list[int]]:
         found = [listed(each) for each in self.lists]
         return found[0] if self.is_one else found
+
+
+def _has_ids_alone(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, int) for each in value)
 
 
 class Found(msgspec.Struct, tag=True):

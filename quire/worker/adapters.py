@@ -21,7 +21,7 @@ NOTHING_HELD: Mapping[int, AdapterRef] = MappingProxyType({})
 
 
 class NoAdapterLoads:
-    """AdapterLoads of a model without adapters: loads nothing."""
+    """AdapterLoads of a model without adapters."""
 
     held = NOTHING_HELD
 

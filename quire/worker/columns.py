@@ -36,8 +36,7 @@ class Rule(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One step column: an int per token that a model reads beside token ids (such as rotary positions). name: used by
-    requests and models."""
+    """One step column. name: used by requests and models."""
 
     name: str
     rule: Rule
@@ -80,6 +79,10 @@ class ColumnValues:
     def has(self, name: str, rows: np.ndarray) -> bool:
         """True if the model reads the column and one of the rows has a value other than 0. rows: [S] int64."""
         return name in self.names and bool(self.rows[rows, self.names.index(name)].any())
+
+    def of_rows(self, name: str, rows: np.ndarray) -> torch.Tensor | None:
+        """Values of a column for rows, [R] int64; None if `has` is False."""
+        return torch.from_numpy(self.rows[rows, self.names.index(name)]) if self.has(name, rows) else None
 
     def of_tokens(self, batch: InputBatch) -> Mapping[str, torch.Tensor]:
         """Values of a batch's tokens, [T] int64 per column."""

@@ -15,12 +15,13 @@ from quire.worker.input_batch import InputBatch
 
 
 class PooledRows(NamedTuple):
-    """P pooled samples, in result order: sample p is the mean of read rows `starts[p]` to `ends[p]` - 1. starts, ends:
-    [P] int64. are_single: each has one row."""
+    """P pooled samples, in result order: sample p is the mean of read rows `starts[p]` to `ends[p]` - 1. starts, ends,
+    rows (request slots): [P] int64. are_single: each has one row."""
 
     starts: np.ndarray
     ends: np.ndarray
     are_single: bool
+    rows: np.ndarray
 
 
 def generated_samples(plan: StepPlan) -> list[int]:
@@ -44,13 +45,15 @@ def pooled_rows(plan: StepPlan, batch: InputBatch, method: Method) -> PooledRows
     sources = np.array([plan.sample_from[index] for index in plan.pooled], np.int64)
     starts, ends = batch.read_start[sources], batch.read_start[sources + 1]
     if method == "mean":
-        return PooledRows(starts, ends, are_single=False)
-    return PooledRows(ends - 1, ends, are_single=True)
+        return PooledRows(starts, ends, False, batch.rows[sources])
+    return PooledRows(ends - 1, ends, True, batch.rows[sources])
 
 
-def pool_rows(hidden: torch.Tensor, rows: PooledRows, model: CausalLM, *, has_head: bool) -> np.ndarray:
-    """Pooled samples, [P, width] float32, from the rows read, [R, hidden size]. has_head: apply the model's projection.
-    Rows are added in order, so no bit depends on other samples."""
+def pool_rows(
+    hidden: torch.Tensor, rows: PooledRows, model: CausalLM, slots: torch.Tensor | None, *, has_head: bool
+) -> np.ndarray:
+    """Pooled samples, [P, width] float32, from the rows read, [R, hidden size]. has_head: apply the model's projection,
+    with adapters in slots, [P]. Rows are added in order, so no bit depends on other samples."""
     if rows.are_single:
         vectors = hidden[torch.from_numpy(rows.starts)]
     else:
@@ -58,7 +61,7 @@ def pool_rows(hidden: torch.Tensor, rows: PooledRows, model: CausalLM, *, has_he
         means = np.stack([wide[start:end].sum(axis=0) / np.float32(end - start) for start, end in spans])
         vectors = torch.from_numpy(means).to(hidden.dtype)
     if has_head:
-        vectors = model.compute_logits(vectors)
+        vectors = model.compute_logits(vectors, slots)
     return vectors.float().numpy()
 
 

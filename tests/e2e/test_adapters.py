@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from quire.config.adapter_files import open_adapter, scaled
 from quire.config.adapters import AdaptersConfig
 from quire.errors import UserError
+from quire.kernels.cpu.recorder import RecordedProgram, Recorder
 from quire.llm import LLM
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
@@ -39,11 +41,12 @@ class Tiny(NamedTuple):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Qwen3 with two adapters on all projections, of which one has another rank for some."""
+    """Qwen3 with two adapters on all projections and the embedding, of which one is on the head too, and has another
+    rank for some."""
     directory = tmp_path_factory.mktemp("tiny")
     model = randomize(qwen3(num_hidden_layers=2, hidden_size=64, intermediate_size=96))
     save(model, directory / "base")
-    write_adapter(model, directory / "first", rank=16, seed=1)
+    write_adapter(model, directory / "first", rank=16, seed=1, embedding=True)
     write_adapter(
         model,
         directory / "second",
@@ -53,6 +56,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         rank_pattern={"gate_proj": 7},
         alpha_pattern={"o_proj": 5},
         use_rslora=True,
+        head=True,
+        embedding=True,
     )
     requests = (LoRARequest(name, 1 + i, str(directory / name)) for i, name in enumerate(("first", "second")))
     return Tiny(model, directory / "base", *requests)
@@ -129,6 +134,32 @@ def test_families(family: str, tmp_path: Path) -> None:
     check_logprobs(model.double(), PROMPTS[1], outputs[1])
 
 
+@pytest.mark.parametrize(
+    "family", all_but_long(["qwen3", "qwen3-untied", "gpt2", "opt", "gemma2", "gemma3", "granite"], ["qwen3", "gemma3"])
+)
+def test_heads_and_embeddings(family: str, tmp_path: Path) -> None:
+    """Each alone and both, tied or not, in both back ends: as in Transformers with the sums in own matrices."""
+    make = FAMILIES.get(family, partial(qwen3, tie_word_embeddings=family == "qwen3"))
+    model = randomize(make())
+    directory = save(model, tmp_path / "base")
+    targets = [{"head": True}, {"embedding": True}, {"head": True, "embedding": True}]
+    adapters = [
+        write_adapter(model, tmp_path / str(seed), seed=seed, targets=lambda name: "v_proj" in name, **each)
+        for seed, each in enumerate(targets, 1)
+    ]
+    requests = [LoRARequest(str(seed), seed, str(path)) for seed, path in enumerate(adapters, 1)]
+    which = [requests[0], None, requests[1], requests[2], requests[2]]
+    for backend in ("native", "torch"):
+        with engine(directory, attention_backend=backend, max_loras=3) as llm:
+            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=which)
+            for place in (0, 2, 3):
+                alone = llm.generate(PROMPTS[place], GREEDY, use_tqdm=False, lora_request=which[place])[0]
+                assert bits(alone) == bits(outputs[place])
+                check_logprobs(merged(model, adapters[place - (place > 0)]), PROMPTS[place], outputs[place])
+        with engine(directory, attention_backend=backend, enable_lora=False) as llm:
+            assert bits(llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0]) == bits(outputs[1])
+
+
 SPLIT: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str], bool]]] = {
     "qwen3-next": (HYBRID_FAMILIES["qwen3-next"], lambda name: ".experts." not in name),
     "qwen3.5": (HYBRID_FAMILIES["qwen3.5"], lambda name: True),
@@ -183,7 +214,7 @@ def test_quantised_bases(tiny: Tiny, quantization: str) -> None:
 
 def test_blocks_are_of_the_adapters_content(tiny: Tiny, tmp_path: Path) -> None:
     """Neither name, number nor place of an adapter counts for the prefix cache."""
-    copy = write_adapter(tiny.model, tmp_path / "copy", rank=16, seed=1)
+    copy = write_adapter(tiny.model, tmp_path / "copy", rank=16, seed=1, embedding=True)
     once = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     with engine(tiny.directory) as llm:
         cached = [
@@ -259,6 +290,53 @@ def test_schedules(tiny: Tiny, options: dict[str, Any]) -> None:
         assert stats["preemptions_total"] > 0
 
 
+def test_steps_without_adapters_run_the_programs_without(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel for kernel those of an engine without `enable_lora`, in body and head."""
+    finish_program, recorded = Recorder.finish_program, []
+
+    def noted(recorder: Recorder, *args: Any, **options: Any) -> RecordedProgram:
+        recorded.append([call.kernel for call in recorder.calls])
+        return finish_program(recorder, *args, **options)
+
+    monkeypatch.setattr(Recorder, "finish_program", noted)
+    kernels = []
+    for enable_lora in (True, False):
+        recorded.clear()
+        with engine(tiny.directory, enable_lora=enable_lora, attention_backend="native") as llm:
+            llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        kernels.append(list(recorded))
+    assert kernels[0] == kernels[1] != []
+
+
+@pytest.mark.long
+def test_two_ranks(tiny: Tiny) -> None:
+    """Ranks have shares of the head's matrices, and the embedding's whole."""
+    with engine(tiny.directory, tensor_parallel_size=2) as llm:
+        which = [tiny.first, tiny.second, None]
+        outputs = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False, lora_request=which)
+        alone = llm.generate(PROMPTS[1], GREEDY, use_tqdm=False, lora_request=tiny.second)[0]
+    assert bits(alone) == bits(outputs[1])
+    for prompt, request, output in zip(PROMPTS, which, outputs, strict=False):
+        model = tiny.model.double() if request is None else merged(tiny.model, Path(request.path))
+        check_logprobs(model, prompt, output)
+
+
+def test_scores_of_prompts(tiny: Tiny) -> None:
+    """Log-probabilities of a prompt's tokens are its adapter's too."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    with engine(tiny.directory) as llm:
+        outputs = llm.generate([PROMPTS[0]] * 2, params, use_tqdm=False, lora_request=[tiny.second, None])
+    for model, output in zip((merged(tiny.model, Path(tiny.second.path)), tiny.model.double()), outputs, strict=True):
+        with torch.no_grad():
+            wanted = model(torch.tensor([PROMPTS[0]])).logits[0].log_softmax(-1)
+        entries = output.prompt_logprobs
+        assert entries is not None
+        for place, token in enumerate(PROMPTS[0][1:]):
+            entry = entries[place + 1]
+            assert entry is not None
+            assert entry[token].logprob == pytest.approx(wanted[place, token].item(), abs=TOLERANCE)
+
+
 def test_several_sequences_and_beams(tiny: Tiny) -> None:
     """Forks keep their parent's adapter."""
     several = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=5, ignore_eos=True)
@@ -317,17 +395,18 @@ def test_refusals(tiny: Tiny, tmp_path: Path) -> None:
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)
 
 
-def test_vectors_of_adapters(tiny: Tiny) -> None:
+def test_vectors_of_adapters(tiny: Tiny, tmp_path: Path) -> None:
     """A vector is that of Transformers with the adapter merged; one without an adapter has the base's bits."""
     prompts: Any = [{"prompt_token_ids": each} for each in PROMPTS[:3]]
+    third = LoRARequest("third", 3, str(write_adapter(tiny.model, tmp_path / "third", seed=3)))
     with engine(tiny.directory, runner="pooling") as llm:
-        found = llm.embed(prompts, lora_request=[tiny.first, None, tiny.second], use_tqdm=False)
+        found = llm.embed(prompts, lora_request=[tiny.first, None, third], use_tqdm=False)
         with pytest.raises(UserError, match="got 1 lora_requests for 3 prompts"):
             llm.embed(prompts, lora_request=[tiny.first], use_tqdm=False)
     with LLM(str(tiny.directory), runner="pooling", max_model_len=128, **SMALL) as llm:
         (base,) = llm.embed(prompts[1:2], use_tqdm=False)
     assert found[1].outputs.embedding == base.outputs.embedding
-    for place, request in ((0, tiny.first), (2, tiny.second)):
+    for place, request in ((0, tiny.first), (2, third)):
         model = merged(tiny.model, Path(request.path))
         with torch.no_grad():
             hidden = model.base_model(torch.tensor([PROMPTS[place]])).last_hidden_state[0, -1]

@@ -121,9 +121,9 @@ def test_the_number_of_threads_holds_where_the_model_runs(
     seen: list[tuple[int, bool]] = []
     compute_logits = Decoder.compute_logits
 
-    def spy(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    def spy(self: Decoder, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         seen.append((torch.get_num_threads(), torch.is_inference_mode_enabled()))
-        return compute_logits(self, hidden)
+        return compute_logits(self, hidden, slots)
 
     monkeypatch.setattr(Decoder, "compute_logits", spy)
     before = torch.get_num_threads()

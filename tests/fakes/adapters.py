@@ -34,10 +34,12 @@ def write_adapter(
     targets: Callable[[str], bool] = lambda name: True,
     rank_of: Callable[[str], int | None] = lambda name: None,
     dtype: torch.dtype = torch.float32,
+    head: bool = False,
+    embedding: bool = False,
     **config: Any,
 ) -> Path:
-    """Write an adapter of the model's linear layers. targets: of the names of modules; rank_of: None: `rank`. config:
-    keys of adapter_config.json over the usual ones."""
+    """Write an adapter of the model's linear layers. targets: of the names of modules; rank_of: None: `rank`. head,
+    embedding: of these too. config: keys of adapter_config.json over the usual ones."""
     generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for name, module in linear_modules(model).items():
@@ -49,8 +51,22 @@ def write_adapter(
         b = torch.randn(outputs, own, generator=generator) * 0.3
         tensors[f"{PREFIX}{name}.lora_A.weight"] = a.to(dtype)
         tensors[f"{PREFIX}{name}.lora_B.weight"] = b.to(dtype)
+    generator.manual_seed(seed + 1000)  # tables are drawn apart
+    rows, size = model.get_input_embeddings().weight.shape
+    if head:
+        a, b = torch.randn(rank, size, generator=generator) * size**-0.5, torch.randn(rows, rank, generator=generator)
+        tensors |= {f"{PREFIX}lm_head.lora_A.weight": a.to(dtype), f"{PREFIX}lm_head.lora_B.weight": b.to(dtype) * 0.3}
+    if embedding:
+        name = embedding_name(model)
+        tensors[f"{PREFIX}{name}.lora_embedding_A"] = torch.randn(rank, rows, generator=generator).to(dtype)
+        tensors[f"{PREFIX}{name}.lora_embedding_B"] = torch.randn(size, rank, generator=generator).to(dtype) * 0.3
     given = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": None, "bias": "none", **config}
     return write(directory, tensors, given)
+
+
+def embedding_name(model: PreTrainedModel) -> str:
+    own = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is own)
 
 
 def write(directory: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
@@ -66,7 +82,17 @@ def merged(model: PreTrainedModel, directory: Path, factor: float = 1.0) -> PreT
     tensors = load_file(directory / "adapter_model.safetensors")
     whole = deepcopy(model).double()
     modules = linear_modules(whole)
+    head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
+    if f"{PREFIX}lm_head.lora_A.weight" in tensors:
+        modules["lm_head"] = head
+    if head is not None:  # as in PEFT, what is added to one of a tied pair is not added to the other
+        head.weight = nn.Parameter(head.weight.detach().clone())
     for name, a in tensors.items():
+        if name.endswith(".lora_embedding_A"):
+            b = tensors[name[:-1] + "B"]
+            scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+            with torch.no_grad():
+                table.weight += factor * scale * (b.double() @ a.double()).T
         if not name.endswith(".lora_A.weight"):
             continue
         module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from quire.config.adapters import AdaptersConfig
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.peft import read_peft_config
+from quire.config.pooling import PoolingConfig
 from quire.errors import ModelLoadError, QuireError, UserError
 from quire.layers.adapters import TorchAdapterStorage
 from quire.models.adapters import ModelAdapters, read_matrices
@@ -117,7 +119,8 @@ def test_the_memory_of_slots_is_what_the_shape_says(
     config = load_model_config(str(directory), dtype="float32", max_model_len=None, revision=None, config_only=False)
     limits = AdaptersConfig(max_running=1, max_rank=16, num_slots=3, dtype="bfloat16")
     kept = adapters_of(directory, limits).reserved_bytes()
-    assert kept <= limits.slot_bytes(config.resolved_shape().adapter_elements) <= most * kept
+    shape = config.resolved_shape()
+    assert kept <= limits.slot_bytes(shape.adapter_elements + shape.table_adapter_elements) <= most * kept
 
 
 def dropped(name: str) -> Callable[[Tensors], Tensors]:
@@ -138,7 +141,19 @@ def added(name: str, *shape: int) -> Callable[[Tensors], Tensors]:
             r"layers.9.mlp.up_proj.lora_B.*missing",
         ),
         (added(f"{PREFIX}{ATTENTION}.lora_magnitude_vector", 96), {}, "DoRA's magnitudes are not supported"),
-        (added(f"{PREFIX}model.embed_tokens.lora_embedding_A", 8, 97), {}, "adapters of embeddings are not supported"),
+        (added(f"{PREFIX}model.embed_tokens.lora_embedding_A", 8, 97), {}, "lora_embedding_B' is missing"),
+        (
+            added(f"{PREFIX}model.embed_tokens.base_layer.weight", 97, 48),
+            {},
+            "base_layer.weight' is not the base's own",
+        ),
+        (added(f"{PREFIX}lm_head.base_layer.weight", 98, 48), {}, "base_layer.weight' is not the base's own"),
+        (added(f"{PREFIX}{ATTENTION}.base_layer.weight", 96, 48), {}, "holds a tensor of the base"),
+        (
+            lambda tensors: {key.replace(".lora_", ".lora_embedding_"): each for key, each in tensors.items()},
+            {},
+            "this module's matrices are lora_A and lora_B",
+        ),
         (added(f"{PREFIX}{ATTENTION}.lora_B.bias", 96), {}, "biases are not supported"),
         (added(f"{PREFIX}{ATTENTION}.weight", 96, 48), {}, "no matrix of an adapter"),
         (added(f"{PREFIX}lm_head.modules_to_save.weight", 96, 48), {}, "whole modules beside the matrices"),
@@ -176,6 +191,36 @@ def test_refused_tensors(
         load(adapters, directory)
     assert str(directory) in str(caught.value)
     assert num_loaded(adapters) == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tensors_of_the_base_beside_its_adapters(tmp_path: Path, tied: bool) -> None:
+    """PEFT saves embedding and head with their adapters: they must be the base's own."""
+    model = randomize(qwen3(num_hidden_layers=1, tie_word_embeddings=tied))
+    found = adapters_of(save(model, tmp_path / "base"))
+    tensors, config = parts(write_adapter(model, tmp_path / "plain", head=True, embedding=True))
+    head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    tensors[f"{PREFIX}lm_head.base_layer.weight"] = head.detach().clone()
+    tensors[f"{PREFIX}model.embed_tokens.base_layer.weight"] = table.detach().bfloat16()
+    load(found, write(tmp_path / "whole", tensors, config))
+    assert num_loaded(found) == 8, "the embedding's is none of a stack"
+    tensors[f"{PREFIX}lm_head.base_layer.weight"][96, 47] += 1
+    with pytest.raises(ModelLoadError, match=r"lm_head.base_layer.weight' is not the base's own"):
+        load(found, write(tmp_path / "changed", tensors, config))
+
+
+def test_a_model_that_pools_has_no_head(tmp_path: Path) -> None:
+    directory = save(MODEL, tmp_path / "base")
+    config = load_model_config(str(directory), dtype="float32", max_model_len=None, revision=None, config_only=False)
+    found = ModelAdapters(LIMITS, TorchAdapterStorage(1, 16, torch.float32, torch.device("cpu")))
+    load_model(
+        replace(config, pooling=PoolingConfig("embed", "last")),
+        LoadConfig("auto", 0),
+        SINGLE_RANK,
+        extras=Extras(adapters=found),
+    )
+    with pytest.raises(ModelLoadError, match="lm_head': adapters of this module are not supported"):
+        load(found, write_adapter(MODEL, tmp_path / "adapter", head=True))
 
 
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from quire.config.rope import RopeConfig
 from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights, Gating, LayerAttention, Routing
 from quire.kernels.rotation import RotationTable
-from quire.kernels.value import ReadRows, Value
+from quire.kernels.value import Indices, ReadRows, Value
 from quire.kv_cache.spec import LayerSpec, StateSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
@@ -138,8 +138,8 @@ class ToyModel(Decoder):
         """By the numbers that layers have in the KV cache, which are not those of their order."""
         return [layer.cache_spec() for layer in (self.full, self.window, self.state)]
 
-    def compute_logits(self, hidden: Value) -> Value:
-        return self._operations.soft_cap(super().compute_logits(hidden), 20.0)
+    def compute_logits(self, hidden: Value, slots: Indices | None = None) -> Value:
+        return self._operations.soft_cap(super().compute_logits(hidden, slots), 20.0)
 
     def fill(self) -> None:
         """Random weights, the same for all contexts, so large that every layer matters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,10 @@ class TestCompletion:
         answer = (await post(served, "/completion", prompt="x", json_schema=schema, n_predict=40)).json()
         assert answer["content"].startswith("{")
 
+    async def test_a_grammar(self, served: Served) -> None:
+        answer = (await post(served, "/completion", prompt="=x", grammar='root ::= "a"{5,5}')).json()
+        assert answer["content"] == "aaaaa"
+
     async def test_fields_that_are_told(self, served: Served) -> None:
         wanted = ["content", "timings/prompt_n", "truncated", "nothing", "content/x"]
         answer = await post(served, "/completion", prompt="=abc", response_fields=wanted)
@@ -113,10 +118,11 @@ class TestCompletion:
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
-            ({"grammar": "root ::= x"}, "grammar is not supported"),
+            ({"grammar": "root ::= (x"}, "grammar"),
+            ({"grammar": 'root ::= "a"', "json_schema": {"type": "string"}}, "give grammar or json_schema, not both"),
             ({"mirostat": 2}, "mirostat is not supported"),
             ({"n_probs": 99}, "n_probs=99 asks for 99 alternatives"),
-            ({"n_probs": 3, "post_sampling_probs": True}, "post_sampling_probs is not supported"),
+            ({"n_probs": 3, "post_sampling_probs": True}, "post_sampling_probs is not told: the server needs"),
             ({"logit_bias": {"a": 101}}, "logit_bias must be"),
             ({"prompt": ""}, "prompt must not be empty"),
             ({"prompt": []}, "prompt must not be empty"),
@@ -126,7 +132,6 @@ class TestCompletion:
             ({"prompt": {"prompt_string": ""}}, "prompt must not be empty"),
             ({"prompt": {"prompt_string": "a", "multimodal_data": ["b"]}}, "prompt.multimodal_data is not supported"),
             ({"prompt": ["a"] * 65}, "at most 64 prompts"),
-            ({"prompt": ["a", "b"], "stream": True}, "cannot be streamed"),
             ({"n_predict": "many"}, "n_predict: expected int"),
             ({"speculative.n_max": -1}, "speculative.n_max"),
             ({"temperature": -1}, "temperature must be"),
@@ -222,19 +227,116 @@ class TestTheirTests:
             assert answer["generation_settings"]["adaptive_target"] == -1.0
 
     async def test_a_too_long_prompt(self, served: Served) -> None:
-        for prompt in ("a" * 300, ["a", "b" * 300]):
+        for prompt in ("a" * 300, ["a", "b" * 300], "c" * 100_000):
             error = (await post(served, "/completion", 400, prompt=prompt)).json()["error"]
             assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
-            assert "256" in error["message"]
+            assert (
+                f"({error['n_prompt_tokens']} tokens) exceeds the available context size (256 tokens)"
+                in error["message"]
+            )
+            assert (error["n_prompt_tokens"] > 256, error["n_ctx"]) == (True, 256)
 
     async def test_models(self, served: Served) -> None:
-        found = (await served.client.get("/models")).json()
-        assert found == (await served.client.get("/v1/models")).json()
-        assert [each["id"] for each in found["data"]] == ["tiny"]
+        [found] = (await served.client.get("/models")).json()["data"]
+        [plain] = (await served.client.get("/v1/models")).json()["data"]
+        assert found == plain | {"aliases": ["tiny"], "tags": []}
+
+    async def test_model_aliases(self, model_path: Path) -> None:
+        settings = ServerSettings(served_model_name=["b", "a"])
+        async with serving(model_path, settings) as served:
+            [found] = (await served.client.get("/models")).json()["data"]
+            assert (found["id"], found["aliases"]) == ("b", ["b", "a"])
+            assert len((await served.client.get("/v1/models")).json()["data"]) == 2
+
+    async def test_several_prompts_in_a_stream(self, served: Served) -> None:
+        prompts = [f"={number}xyz" for number in range(10)]
+        found = events((await post(served, "/completion", prompt=prompts, stream=True)).text)
+        texts = ["".join(each["content"] for each in found if each["index"] == index) for index in range(10)]
+        assert texts == [prompt[1:] for prompt in prompts]
+        assert sorted(each["index"] for each in found if each["stop"]) == list(range(10))
+
+    async def test_probabilities_after_sampling(self, model_path: Path) -> None:
+        sent: dict[str, Any] = {"prompt": "=abcde", "n_probs": 10, "n_predict": 5}
+        async with serving(model_path, logprobs_mode="processed_logprobs") as served:
+            plain = (await post(served, "/completion", **sent)).json()["completion_probabilities"]
+            answer = await post(served, "/completion", post_sampling_probs=True, **sent)
+        found = answer.json()["completion_probabilities"]
+        assert len(found) == len(plain) == 5
+        for each, known in zip(found, plain, strict=True):
+            assert each.keys() == {"id", "token", "bytes", "prob", "top_probs"}
+            assert each["prob"] == pytest.approx(math.exp(known["logprob"]))
+            expected = [math.exp(other["logprob"]) for other in known["top_logprobs"]]
+            assert [other["prob"] for other in each["top_probs"]] == pytest.approx(expected)
 
     async def test_tokenize_with_pieces(self, served: Served) -> None:
         found = (await post(served, "/tokenize", content="ä", with_pieces=True)).json()["tokens"]
         assert [each["piece"] for each in found] == [[0xC3], [0xA4]]
+
+
+class TestChat:
+    """OpenAI's route without /v1."""
+
+    async def test_an_answer(self, served: Served) -> None:
+        sent: dict[str, Any] = {"messages": [{"role": "user", "content": "=abc"}], "cache_prompt": True}
+        answer = await post(served, "/chat/completions", n_predict=-1, seed=-1, repeat_last_n=64, **sent)
+        assert answer.headers["x-quire-ignored"] == "cache_prompt, repeat_last_n"
+        found = answer.json()
+        assert found["usage"]["completion_tokens"] == found["timings"]["predicted_n"]
+        assert found["timings"]["prompt_n"] + found["timings"]["cache_n"] == found["usage"]["prompt_tokens"]
+        few = (await post(served, "/chat/completions", n_predict=2, **sent)).json()
+        assert (few["usage"]["completion_tokens"], few["choices"][0]["finish_reason"]) == (2, "length")
+        count = (await post(served, "/chat/completions/input_tokens", messages=sent["messages"])).json()
+        assert count["input_tokens"] == few["usage"]["prompt_tokens"]
+
+    @pytest.mark.parametrize("tells_usage", [False, True])
+    async def test_a_stream(self, served: Served, tells_usage: bool) -> None:
+        sent: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "n": 2, "stream": True}
+        options = {"stream_options": {"include_usage": True}} if tells_usage else {}
+        *found, end = events((await post(served, "/chat/completions", **sent, **options)).text)
+        assert end == "[DONE]"
+        begins = [each for each in found if each["choices"] and "role" in each["choices"][0]["delta"]]
+        assert [each["choices"][0]["delta"]["content"] for each in begins] == [None, None]
+        ends = [each["choices"][0] for each in found if each["choices"] and each["choices"][0]["finish_reason"]]
+        assert [(end["finish_reason"], end["delta"]) for end in ends] == 2 * [("length", {})]
+        assert ["timings" in each for each in found] == [False] * (len(found) - 1) + [True]
+        assert found[-1]["timings"]["predicted_n"] == 8
+        assert bool(found[-1]["choices"]) is not tells_usage
+
+    async def test_constraints(self, served: Served) -> None:
+        messages = [{"role": "user", "content": "x"}]
+        for fields, text in (({"grammar": 'root ::= "a"{5,5}'}, "aaaaa"), ({"json_schema": {"const": "42"}}, '"42"')):
+            for stream in (False, True):
+                answer = await post(served, "/chat/completions", messages=messages, stream=stream, **fields)
+                if stream:
+                    deltas = [each["choices"][0]["delta"] for each in events(answer.text)[:-1]]
+                    found = "".join(delta.get("content") or "" for delta in deltas)
+                else:
+                    found = answer.json()["choices"][0]["message"]["content"]
+                assert found == text
+
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"grammar": "root ::= this is (not valid GBNF"}, "grammar"),
+            ({"grammar": 'root ::= "a"', "json_schema": {"type": "string"}}, "give grammar or json_schema, not both"),
+            ({"grammar": 'root ::= "a"', "guided_regex": "a"}, "not several"),
+            ({"mirostat": 2}, "mirostat is not supported"),
+            ({"repeat_penalty": -1.0}, "repeat_penalty"),
+            ({"n_predict": 0}, "n_predict"),
+        ],
+    )
+    async def test_refused(self, served: Served, fields: dict[str, Any], words: str) -> None:
+        messages = [{"role": "user", "content": "x"}]
+        error = (await post(served, "/chat/completions", 400, messages=messages, **fields)).json()["error"]
+        assert words in error["message"]
+        assert (error["code"], error["type"]) == (400, "invalid_request_error")
+
+    async def test_a_too_long_conversation(self, served: Served) -> None:
+        for text in ("a" * 300, "b" * 100_000):
+            messages = [{"role": "user", "content": text}]
+            error = (await post(served, "/chat/completions", 400, messages=messages)).json()["error"]
+            assert (error["type"], error["n_ctx"]) == ("exceed_context_size_error", 256)
+            assert error["n_prompt_tokens"] > 256
 
 
 class TestInfill:
@@ -326,7 +428,7 @@ class TestState:
 class TestDoor:
     async def test_it_can_be_closed(self, model_path: Path) -> None:
         async with serving(model_path, ServerSettings(served_model_name=["tiny"], api="ollama")) as served:
-            for path in ("/completion", "/infill", "/apply-template"):
+            for path in ("/completion", "/infill", "/apply-template", "/chat/completions", "/embeddings"):
                 assert (await served.client.post(path, json={"prompt": "a"})).status_code == 404
             assert (await served.client.get("/models")).status_code == 404
             assert (await served.client.get("/api/tags")).status_code == 200

@@ -250,7 +250,11 @@ async def test_documents_in_order(path: str, paths: dict[str, Path], references:
     ("body", "param", "message"),
     [
         ({"input": []}, "input", "length"),
-        ({"input": ["w1", 3]}, "input", "must not mix"),
+        ({"input": [[3], 3]}, "input", "must hold token ids and texts, or inputs"),
+        ({"input": {"content": []}}, "input.content", "length"),
+        ({"input": {"content": [{"type": "image_url"}]}}, "input.content[0].type", "invalid enum value"),
+        ({"input": {"prompt_string": "w1", "content": [{"text": "w1"}]}}, "input.content", "give either"),
+        ({"input": {"prompt_string": "w1", "multimodal_data": ["x"]}}, "input.multimodal_data", "is not supported"),
         ({"input": "w1 " * 300}, "input", "maximum context length is 256"),
         ({"input": "w1", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "context of 256 tokens"),
         ({"input": "w1", "dimensions": 0}, "dimensions", "must be positive"),
@@ -267,6 +271,29 @@ async def test_mistakes_are_named(
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert message in answer.json()["error"]["message"]
+
+
+async def test_inputs_of_llama_cpp(embedder: httpx.AsyncClient) -> None:
+    tokens = (await embedder.post("/tokenize", json={"prompt": "w9 w3"})).json()["tokens"]
+    begin, first, second, end = tokens
+    plain = (await embedder.post("/v1/embeddings", json={"input": "w9 w3"})).json()["data"][0]["embedding"]
+    same: list[Any] = [
+        {"prompt_string": "w9 w3"},
+        {"content": [{"type": "text", "text": "w9 "}, {"type": "text", "text": "w3"}]},
+        [begin, "w9", second, end],
+        [begin, first, "w3", end],
+        tokens,
+    ]
+    for given, number in [*((each, 1) for each in same), (same, len(same))]:
+        found = (await embedder.post("/v1/embeddings", json={"input": given})).json()["data"]
+        assert [each["embedding"] for each in found] == [pytest.approx(plain, abs=1e-6)] * number
+        for path, field in (("/embedding", "content"), ("/embeddings", "input"), ("/embedding", "input")):
+            theirs = (await embedder.post(path, json={field: given})).json()
+            assert [each["embedding"][0] for each in theirs] == [each["embedding"] for each in found]
+    for wrong in ({}, {"content": "w1", "input": "w1"}, {"content": ["w1"] * 2049}, {"input": [{"content": "w1"}]}):
+        assert (await embedder.post("/embeddings", json=wrong)).status_code == 400
+    long = {"input": [" ".join(["w1"] * 50_000), [begin, "w9", end], [[begin]]][:2]}
+    assert (await embedder.post("/v1/embeddings", json=long)).json()["error"]["param"] == "input"
 
 
 async def test_names_of_vllm(embedder: httpx.AsyncClient) -> None:

@@ -10,7 +10,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
 from quire.server.protocol.common import Int32, LoraScale, RequestStruct, ShortString, TokenId
-from quire.server.protocol.pooling import MAX_INPUTS, PooledFields
+from quire.server.protocol.pooling import MAX_INPUTS, Inputs, Mixed, PooledFields, texts_of
+from quire.server.protocol.structured import ConstraintText
 
 SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """llama.cpp's defaults, if neither request nor model has any."""
@@ -28,19 +29,18 @@ MAX_EXTRA = 1024
 MAX_RESPONSE_FIELDS = 64
 MAX_PROMPTS = 64
 RANDOM_SEED = 2**32 - 1
+BOTH = "give grammar or json_schema, not both"
 NEVER = -100.0
 """Bias of false."""
 CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
     "adaptive_target": (-1.0, -1),
     "dry_multiplier": (0.0, 0),
     "dynatemp_range": (0.0, 0),
-    "grammar": ("",),
     "min_keep": (0,),
     "mirostat": (0, 0.0),
     "multimodal_data": ([],),
     "n_cmpl": (1,),
     "penalize_nl": (False,),
-    "post_sampling_probs": (False,),
     "tfs_z": (1.0, 1),
     "top_n_sigma": (-1.0, -1, 0, 0.0),
     "typ_p": (1.0, 1),
@@ -82,9 +82,6 @@ IDLE = frozenset(
 """Parameters of samplers that are off."""
 
 
-LlamaPromptParts = str | list[int | str]
-
-
 class SamplerFields(RequestStruct, kw_only=True, frozen=True):
     """Sampling fields common to llama.cpp and Ollama. repeat_penalty: covers all tokens so far, or none if
     repeat_last_n is 0. seed: negative for a random one."""
@@ -121,9 +118,11 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
     stream: bool = False
     n_predict: Int32 | None = None
     ignore_eos: bool | None = None
+    grammar: ConstraintText = ""
     json_schema: dict[str, Any] | None = None
     logit_bias: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None = None
     n_probs: Annotated[int, Meta(ge=0)] = 0
+    post_sampling_probs: bool = False
     return_tokens: bool = False
     t_max_predict_ms: Annotated[int, Meta(ge=0)] | None = None
     response_fields: Annotated[list[ShortString], Meta(max_length=MAX_RESPONSE_FIELDS)] | None = None
@@ -133,6 +132,15 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
     NO_EFFECT: ClassVar[frozenset[str]] = IDLE
     NOTED: ClassVar[frozenset[str]] = NOTED
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = CHANGES_ANSWER
+
+    def __post_init__(self) -> None:
+        if self.grammar and self.json_schema:
+            raise UserError(BOTH, param="grammar")
+
+    @property
+    def names(self) -> dict[str, str]:
+        """NAMES with the constraint's."""
+        return NAMES | ({"structured_outputs": "grammar"} if self.grammar else {})
 
     @property
     def noted(self) -> list[str]:
@@ -157,6 +165,8 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
             found["num_speculative_tokens"] = self.num_drafts
         if self.lora:
             found["lora"] = msgspec.to_builtins(self.lora)
+        if self.grammar:
+            found["structured_outputs"] = {"grammar": self.grammar}
         if self.json_schema:
             found["response_format"] = {"type": "json_object", "schema": self.json_schema}
         if self.n_probs:
@@ -167,8 +177,6 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
 
 
 class LlamaPromptText(RequestStruct, kw_only=True, frozen=True):
-    """Prompt as an object, which llama.cpp has for media."""
-
     prompt_string: str
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {"multimodal_data": ([],)}
@@ -180,16 +188,15 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
     prompt: str | LlamaPromptText | list[TokenId | str | LlamaPromptText | list[TokenId | str]]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         prompts = self.prompts
         if not all(prompts) or not prompts:
             raise UserError("prompt must not be empty", param="prompt")
         if len(prompts) > MAX_PROMPTS:
             raise UserError(f"at most {MAX_PROMPTS} prompts are allowed in one request", param="prompt")
-        if len(prompts) > 1 and self.stream:
-            raise UserError("answers of several prompts cannot be streamed", param="stream")
 
     @property
-    def prompts(self) -> list[LlamaPromptParts]:
+    def prompts(self) -> list[Mixed]:
         """All prompts; a list with a token id is one."""
         given: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if not any(isinstance(part, int) for part in given):
@@ -200,8 +207,6 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
 
 
 class LlamaExtra(msgspec.Struct, frozen=True):
-    """Text of another file, for infilling."""
-
     text: str
     filename: str = ""
 
@@ -218,19 +223,29 @@ class LlamaInfillRequest(LlamaFields, kw_only=True, frozen=True):
 
 
 class LlamaEmbeddingRequest(PooledFields, kw_only=True, frozen=True):
-    """Body of POST /embedding. content: one text or several. embd_normalize: -1 for raw vectors, 2 (default) for the
-    model's normalization."""
+    """Body of POST /embedding. content or input: see InputFields. embd_normalize: -1 for raw vectors, 2 (default) for
+    the model's normalization."""
 
-    content: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+    content: Inputs | None = None
+    input: Inputs | None = None
     embd_normalize: int = 2
 
     def __post_init__(self) -> None:
+        if (self.content is None) == (self.input is None):
+            raise UserError("give either content or input", param="content")
+        if len(self.texts) > MAX_INPUTS:
+            raise UserError(f"at most {MAX_INPUTS} texts are allowed, not {len(self.texts)}", param=self.field_name)
         if self.embd_normalize not in (-1, 2):
             raise UserError(f"embd_normalize must be -1 or 2, not {self.embd_normalize}", param="embd_normalize")
 
     @property
-    def texts(self) -> list[str]:
-        return [self.content] if isinstance(self.content, str) else self.content
+    def field_name(self) -> str:
+        return "input" if self.content is None else "content"
+
+    @property
+    def texts(self) -> list[Mixed]:
+        given = self.input if self.content is None else self.content
+        return [] if given is None else texts_of(given)
 
 
 class LlamaTimings(msgspec.Struct):
@@ -249,15 +264,19 @@ class LlamaTimings(msgspec.Struct):
 
 
 class LlamaProbability(msgspec.Struct, kw_only=True):
+    """prob, top_probs: with `post_sampling_probs`."""
+
     id: int
     token: str
     bytes: list[int]
-    logprob: float
+    logprob: float | UnsetType = UNSET
     top_logprobs: list[LlamaProbability] | UnsetType = UNSET
+    prob: float | UnsetType = UNSET
+    top_probs: list[LlamaProbability] | UnsetType = UNSET
 
 
 class LlamaResponse(msgspec.Struct, kw_only=True):
-    """Answer or streamed piece. stop_type: eos, limit, word or none. tokens_cached, tokens_evaluated: prompt tokens.
+    """stop_type: eos, limit, word or none. tokens_cached, tokens_evaluated: prompt tokens.
     has_new_line: the text has one. truncated: the context is full."""
 
     index: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 
 class ModelPermission(msgspec.Struct, kw_only=True):
@@ -23,6 +24,8 @@ class ModelPermission(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
+    """aliases, tags: llama.cpp's."""
+
     id: str
     object: str = "model"
     created: int
@@ -31,6 +34,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     parent: str | None = None
     max_model_len: int
     permission: list[ModelPermission]
+    aliases: list[str] | UnsetType = UNSET
+    tags: list[str] | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct):

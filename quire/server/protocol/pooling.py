@@ -22,7 +22,43 @@ ByteOrder = Literal["native", "little", "big"]
 POOLING_TASKS = ("embed", "classify")
 MaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
-Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+Mixed = str | list[TokenId | str]
+"""Text, or token ids with texts between."""
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class InputObject(RequestStruct, kw_only=True, frozen=True):
+    """Text in llama.cpp's forms."""
+
+    prompt_string: str | None = None
+    content: Annotated[list[TextPart], Meta(min_length=1)] | None = None
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {"multimodal_data": ([],)}
+
+    def __post_init__(self) -> None:
+        if (self.prompt_string is None) == (self.content is None):
+            raise UserError("give either prompt_string or content", param="content")
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or ()) if self.prompt_string is None else self.prompt_string
+
+
+Inputs = str | InputObject | Annotated[list[TokenId | str | InputObject | list[TokenId | str]], Meta(min_length=1)]
+
+
+def texts_of(given: Inputs) -> list[Mixed]:
+    """All texts; a list with token ids is one. Raises UserError."""
+    entries: list[Any] = given if isinstance(given, list) else [given]
+    if not any(isinstance(entry, int) for entry in entries):
+        return [entry.text if isinstance(entry, InputObject) else entry for entry in entries]
+    if any(isinstance(entry, list | InputObject) for entry in entries):
+        raise UserError("input must hold token ids and texts, or inputs", param="input")
+    return [entries]
 
 
 class PooledFields(RequestStruct, kw_only=True, frozen=True):
@@ -55,9 +91,9 @@ class PoolingFields(PooledFields, kw_only=True, frozen=True):
 
 
 class InputFields(PoolingFields, kw_only=True, frozen=True):
-    """input: a text, token ids, a list of texts or a list of token-id lists. messages: conversation instead, rendered
-    with the model's template. add_special_tokens: default true for texts, false for a conversation. padding: see
-    PoolingParams."""
+    """input: a text, token ids (between which texts may stand), or a list of these. messages: conversation instead,
+    rendered with the model's template. add_special_tokens: default true for texts, false for a conversation. padding:
+    see PoolingParams."""
 
     input: Inputs | None = None
     messages: Messages | None = None
@@ -91,16 +127,8 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
         return self.add_generation_prompt
 
     @property
-    def inputs(self) -> list[str | list[int]]:
-        if self.input is None:
-            return []
-        if isinstance(self.input, str):
-            return [self.input]
-        if all(isinstance(each, int) for each in self.input):
-            return [list(self.input)]  # type: ignore[arg-type]  # token ids of one text
-        if any(isinstance(each, int) for each in self.input):
-            raise UserError("input must not mix token ids with texts", param="input")
-        return list(self.input)  # type: ignore[arg-type]
+    def inputs(self) -> list[Mixed]:
+        return [] if self.input is None else texts_of(self.input)
 
 
 class VectorFields(InputFields, kw_only=True, frozen=True):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.results import Deferred, Logprobs, Samples, ready
@@ -74,7 +75,8 @@ class CpuCompute:
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         targets = self.columns.token_ids[row, start : start + len(hidden)].astype(np.int64)
-        return self.sampler.logprobs(self.model.compute_logits(hidden), targets, num_top)
+        slots = self.columns.values.of_rows(ADAPTER_SLOTS, np.full(len(hidden), row))
+        return self.sampler.logprobs(self.model.compute_logits(hidden, slots), targets, num_top)
 
     def copy_out(self, tensors: Iterable[torch.Tensor]) -> NoCopy:
         return self._no_copy
@@ -113,7 +115,7 @@ class CpuStep(NamedTuple):
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows
         read = hidden if samples.are_read_rows else hidden[torch.from_numpy(samples.last_index)]
-        logits = compute.model.compute_logits(read)
+        logits = compute.model.compute_logits(read, compute.columns.values.of_rows(ADAPTER_SLOTS, rows))
         batch = SampleBatch(rows, rows, samples.lengths, samples.num_prompt_tokens, compute.columns.token_ids)
         return compute.sampler.sample(logits, batch, masks)
 
@@ -151,4 +153,6 @@ class CpuStep(NamedTuple):
         return np.fromiter(map(requests.lengths.__getitem__, self.plan.seq_ids), np.int64, len(self.plan.seq_ids))
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
-        return ready(pool_rows(hidden, pooled, self.compute.model, has_head=self.compute.has_head))
+        compute = self.compute
+        slots = compute.columns.values.of_rows(ADAPTER_SLOTS, pooled.rows) if compute.has_head else None
+        return ready(pool_rows(hidden, pooled, compute.model, slots, has_head=compute.has_head))

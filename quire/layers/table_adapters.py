@@ -1,0 +1,53 @@
+"""Low-rank adapters of a table of embeddings, in torch."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.matmul import row_linear
+from quire.layers.adapters import AdapterPlace, AdapterStorage, LowRank, SlotMatrices, StepSlots
+
+
+class TableAdapters(SlotMatrices[LowRank]):
+    """Adapters of an embedding, by slot. `LowRank.a`: [rows of the table, rank]."""
+
+    def add(self, token_ids: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
+        """y, overwritten, plus the results for token_ids, [T]."""
+        stored = self._stored
+        if not stored:
+            return y
+        of_rows = slots.of(y)
+        for slot, found in stored.items():
+            rows = (of_rows == slot).nonzero().flatten()
+            if len(rows):
+                inner = found.a[token_ids[rows]].to(y.dtype) * found.scale
+                y[rows] += row_linear(inner, found.b[0].to(y.dtype), None)
+        return y
+
+    def add_recorded(self, y: torch.Tensor) -> torch.Tensor:
+        """`add` in a recorded program's run."""
+        running = self._adapters.running
+        assert running is not None, "a run brings its slots"
+        assert running.token_ids is not None, "and its tokens"
+        return self.add(running.token_ids, y, running)
+
+
+class TablePlace(AdapterPlace):
+    """Target of adapters of an embedding, which every rank holds whole."""
+
+    names = ("embedding_A", "embedding_B")
+
+    def __init__(self, num_rows: int, size: int, table: TableAdapters) -> None:
+        self._num_rows, self._size, self._table = num_rows, size, table
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._size, self._num_rows
+
+    @property
+    def local_elements(self) -> int:
+        return self._size + self._num_rows
+
+    def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        a, b = a.t().to(storage.dtype).contiguous(), b.to(storage.dtype)
+        self._table.load(slot, LowRank(a, [b], scale))
