@@ -10,8 +10,7 @@ from quire.step import PromptLogprobs, TokenLogprobs
 
 
 class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
-    """New tokens of one sequence after one step, or its end, from the engine core. Never in a cycle, hence not tracked
-    by the garbage collector."""
+    """New tokens of one sequence after one step, or its end, from the engine core. Never in a cycle."""
 
     request_id: str
     index: int

@@ -36,7 +36,7 @@ class LengthRange:
 
     @classmethod
     def parse(cls, text: str, option: str, *, minimum: int = 1) -> LengthRange:
-        """`"128"` or `"64:512"`. Raises UserError that names `option`."""
+        """Parse `"128"` or `"64:512"`. Raises UserError that names `option`."""
         low, colon, high = text.partition(":")
         try:
             lengths = cls(int(low), int(high) if colon else int(low))

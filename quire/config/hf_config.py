@@ -234,7 +234,7 @@ def vision_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _image_token_id(config: Mapping[str, Any], architecture: str) -> int | None:
-    """Token id that stands for images in prompts; Gemma's usual one where its file has no key; None: no images."""
+    """Token id that stands for images in prompts; Gemma's usual one where its file has no key; None: no key."""
     usual = 262_144 if architecture == "Gemma3ForCausalLM" and VISION_CONFIG in config else None
     found = (_token_id(config, key) for key in ("image_token_id", "image_token_index"))
     return next((token_id for token_id in found if token_id is not None), usual)

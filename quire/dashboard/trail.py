@@ -31,8 +31,7 @@ class TrailSample(msgspec.Struct, frozen=True):
 
 
 class Trail(StatsListener):
-    """Samples for the live page's charts, at least INTERVAL_SECONDS apart. An idle engine adds none: between two
-    samples nothing has changed."""
+    """Samples for the live page's charts, at least INTERVAL_SECONDS apart. An idle engine adds none."""
 
     def __init__(self, first_tokens: Callable[[], tuple[float, int]], clock: Clock | None = None) -> None:
         """Samples of the last 15 minutes. first_tokens: returns sum and number of the times to first token."""

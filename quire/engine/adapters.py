@@ -35,7 +35,7 @@ class KnownAdapters:
             raise UserError("lora_request needs an engine with enable_lora=True", param="lora_request")
 
     def resolve(self, lora_request: LoRARequest | AdapterRef | None) -> AdapterRef | None:
-        """Reference for a request. Raises UserError for an invalid or incompatible adapter."""
+        """Reference for a request; None: no adapter. Raises UserError for an invalid or incompatible adapter."""
         if lora_request is None:
             return None
         self.refuse()

@@ -112,8 +112,7 @@ class EngineCore:
         self.ready = self._readiness(config.model.max_model_len, layout, seconds)
 
     def computing(self) -> AbstractContextManager[object]:
-        """Context for a driver that calls `step` many times: entered once for all (inference mode, streams), which is
-        quicker."""
+        """Context of many `step` calls, quicker if entered once for all (`Executor.computing`)."""
         return self._executor.computing()
 
     @property

@@ -124,8 +124,7 @@ class Member:
 
     @property
     def takes_new(self) -> bool:
-        """True if the engine stays up, is not silent, and searches for no culprit: a new request would start at
-        once."""
+        """True if the engine stays up, is not silent, and searches for no culprit."""
         return self.stays_up and not self.search.is_searching and self.silence < SILENCE_LIMIT
 
     @property

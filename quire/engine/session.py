@@ -218,8 +218,7 @@ class Session:
                     self._leave(stream)
 
     async def run_prefix(self, process: Callable[[str], EngineRequest]) -> str:
-        """Compute and keep a prefix; returns its id. process: makes the request from the id, on another thread. A
-        cancelled call registers nothing."""
+        """Compute and keep a prefix; returns its id. process: makes the request from the id, on another thread."""
         self._check_open()
         self._bind_loop()
         name = f"prefix-{uuid.uuid4().hex}"

@@ -59,8 +59,8 @@ class SharedEngine:
         on_change: Callable[[], None],
     ) -> None:
         """Engine shared by server processes. directory: location of the sockets. services: see Exchange. on_stats: gets
-        each snapshot. on_change: called when the engine is ready and when it has ended. These run on threads of this
-        class."""
+        each snapshot. on_change: called when the engine is ready and when it has ended. The last three run on this
+        class's threads."""
         self._fleet = fleet
         self._directory = directory
         self._state = state

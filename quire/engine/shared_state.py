@@ -135,6 +135,6 @@ class SharedState:
     asks `numbers` for anything else."""
 
     def __init__(self, numbers: Numbers, clock: Clock | None = None) -> None:
-        """Shared state of one process. clock: one scale for all processes."""
+        """Shared state over `numbers`. clock: one scale for all processes."""
         self.engine = EngineState(numbers)
         self.loads = Loads(numbers, clock or SystemClock())

@@ -65,7 +65,7 @@ class Executor(Protocol):
         ...
 
     def describe_backend(self) -> str:
-        """One line for people: device, threads, formats. After `load`."""
+        """One line for people: device, threads, formats. After `load_model`."""
         ...
 
     def expert_counts(self) -> list[list[int]]:

@@ -1,6 +1,5 @@
 """One rank in a process of a launcher such as torchrun: each process runs the whole engine on the same inputs. Engines
-decide on shared values alone: the first rank's clock, the least memory, the highest costs. Each look at the clock
-compares the plans."""
+decide on shared values alone: the first rank's clock, the least memory, the highest costs."""
 
 from __future__ import annotations
 

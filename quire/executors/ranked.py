@@ -120,8 +120,7 @@ class RankedExecutor:
         return [layer for first in found[:: len(found) // self._num_stages] for layer in first]
 
     def idle(self) -> bool:
-        """Return False: no rank has deferred work. Raises EngineDeadError if a rank has ended, so an idle engine
-        notices it."""
+        """Return False: no rank has deferred work. Raises EngineDeadError if a rank has ended."""
         self._workers.check()
         return False
 

@@ -22,7 +22,7 @@ class FullManager:
         return 0
 
     def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """Number of leading blocks found in the index; any shorter one is a hit too."""
+        """Number of leading blocks found in the index."""
         for block in range(num_blocks):
             if index.find(hashes[block]) is None:
                 return block

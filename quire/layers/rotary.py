@@ -80,7 +80,7 @@ def _dynamic(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, floa
 
 
 def _llama3(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Frequencies of Llama 3: stretched long wavelengths, short ones kept, a blend between; and 1."""
+    """Frequencies of Llama 3, and the factor 1."""
     frequencies = _plain(config.theta, config.rotary_dim)
     wavelengths = 2 * math.pi / frequencies
     trained, low, high = config.original_max_position_embeddings, config.low_freq_factor, config.high_freq_factor
@@ -89,8 +89,7 @@ def _llama3(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float
 
 
 def _yarn(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Frequencies and factor of YaRN: dimensions that rotate often within the trained length are kept, others
-    stretched."""
+    """Frequencies and factor of YaRN."""
     factor, dim = _factor(config), config.rotary_dim
 
     def dimension_with(turns: float) -> float:

@@ -43,7 +43,8 @@ class RequestProgress:
         self._last_times: dict[int, float] = {}
 
     def observe_tokens(self, completion: CompletionOutput, now: float) -> float | None:
-        """Count a delta; return the mean time between its tokens; None for the first."""
+        """Count a delta; return the mean seconds between its tokens, from the delta before; None for the first and an
+        empty one."""
         count, index = len(completion.token_ids), completion.index
         if not count:
             return None

@@ -78,8 +78,7 @@ def _are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 class Taker(nn.Module):
-    """Stand-in for a module whose result is computed with others'. It skips torch's search for hooks, which would
-    double its time."""
+    """Stand-in for a module whose result is computed with others'. It skips torch's search for hooks."""
 
     def __init__(self, shared: SharedInput, columns: Columns) -> None:
         super().__init__()

@@ -249,7 +249,7 @@ class FrameFacts(NamedTuple):
 
     @classmethod
     def of(cls, metadata: Any, num_frames: int, where: str) -> FrameFacts:
-        """Raises UserError."""
+        """Read a program's metadata. Raises UserError."""
         if not isinstance(metadata, Mapping) or metadata.keys() - set(METADATA):
             raise UserError(f"{where}: metadata of a video has {', '.join(METADATA)}", param=where)
         fps: Any = metadata.get("fps")

@@ -10,8 +10,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_memory() -> str:
-    """Identity of the memory that processes here can share (compared between ranks): boot id, and device of /dev/shm,
-    of which a container has its own."""
+    """Identity of the memory that processes here can share, to compare between ranks."""
     device = SHARED_MEMORY.stat().st_dev if SHARED_MEMORY.is_dir() else 0
     return f"{BOOT_ID.read_text().strip()} {device}"
 

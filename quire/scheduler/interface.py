@@ -92,8 +92,8 @@ class EngineScheduler(Protocol):
         ...
 
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
-        """Plan of the KV connector's transfers alone. awaits_report: return a plan in any case; its result comes with
-        the connector's next report."""
+        """Plan of the KV connector's transfers alone; None: there are none. awaits_report: return a plan in any case;
+        its result comes with the connector's next report."""
         ...
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
@@ -154,7 +154,7 @@ class EngineScheduler(Protocol):
     def snapshot(self, now: float) -> KVSnapshot: ...
 
     def check(self) -> None:
-        """Assert all invariants. O(blocks + requests). The core calls it on debug settings."""
+        """Assert all invariants. O(blocks + requests). The idle core calls it, and the control call `check`."""
         ...
 
 

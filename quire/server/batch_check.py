@@ -16,8 +16,7 @@ FRAME_BYTES = 64 * 1024
 
 
 def check_input(path: Path, endpoint: str, max_body_bytes: int) -> tuple[int, list[BatchError]]:
-    """Number of requests, and what is wrong with the file. Memory holds one line, whose length is limited, and a digest
-    of each custom_id."""
+    """Number of requests of a batch's file, and its errors. Memory holds one line."""
     errors: list[BatchError] = []
     seen: set[bytes] = set()
     total = number = 0

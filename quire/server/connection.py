@@ -97,8 +97,8 @@ class ChunkWriter:
         self._cycle = cycle
 
     def write(self, chunk: bytes) -> bool:
-        """Return False, with nothing written, if the chunk must pass the middlewares: the client reads too slowly or
-        has left, the answer is not chunked, or the chunk is empty and would end it."""
+        """Return False, with nothing written, if the chunk must pass the middlewares: for a slow or gone client, an
+        answer not chunked, or an empty chunk."""
         cycle = self._cycle
         if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
             return False

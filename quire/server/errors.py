@@ -38,7 +38,7 @@ MAX_PARAM_CHARACTERS = 200
 
 
 class ErrorDetail(msgspec.Struct):
-    """Error of a client. code: word for the fault; a server that follows vLLM sends the HTTP status instead, and the
+    """code: word for the fault; a server that follows vLLM sends the HTTP status instead, and the
     word as `reason`. Shortens `message` and `param`, which may quote the client."""
 
     message: str
@@ -141,7 +141,7 @@ LLAMA_CPP_PATHS = frozenset(
 
 
 class LlamaErrorDetail(msgspec.Struct):
-    """n_prompt_tokens, n_ctx: of too long prompts; uncounted ones have n_ctx + 1."""
+    """n_prompt_tokens: size of a too long prompt; uncounted: n_ctx + 1."""
 
     code: int
     message: str
@@ -273,9 +273,9 @@ def _llama_error(error: ApiError, scope: Scope) -> LlamaErrorDetail:
     found = LlamaErrorDetail(error.status, error.detail.message, kind)
     if error.detail.code == "context_length_exceeded":
         found.type = "exceed_context_size_error"
-        found.n_ctx = scope["app"].state.context.engine.ready.max_model_len
-        found.n_prompt_tokens = error.num_tokens or found.n_ctx + 1
-        size = f"({found.n_prompt_tokens} tokens) exceeds the available context size ({found.n_ctx} tokens)"
+        length = scope["app"].state.context.engine.ready.max_model_len
+        found.n_prompt_tokens, found.n_ctx = error.num_tokens or length + 1, length
+        size = f"({found.n_prompt_tokens} tokens) exceeds the available context size ({length} tokens)"
         found.message = f"the request {size}: {found.message}"
     return found
 

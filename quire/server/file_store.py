@@ -125,7 +125,7 @@ class FileStore:
         return [name for name in os.listdir(self.directory / "keys") if OWNER.fullmatch(name)]
 
     def read_record(self, path: Path) -> StoredFile | None:
-        """Record in a file; None if there is none."""
+        """Record in a file; None if there is none, or a damaged one."""
         found = self._records.get(path.name)
         if found is None:
             if len(self._records) >= MAX_RECORDS:  # some are of files that other processes have deleted

@@ -116,7 +116,7 @@ async def generate(
     names: Mapping[str, str],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, new output) until every prompt is finished. The prompts run side by side; many sequences
-    take turns (quire/server/request_share.py). Closing it, or an error of one prompt, ends all. Raises as
+    take turns (quire/server/request_share.py). An error of one prompt ends all. Raises as
     ServerContext.admit does; ModelOutputError for NaN or infinite logits. answer_id: known to the client. names:
     engine's field names -> the request's, for errors."""
     share = share_of(context.engine.max_num_seqs)

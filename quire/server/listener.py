@@ -159,7 +159,7 @@ def check_certificate(settings: ServerSettings) -> None:
 
 
 def _make_context(settings: ServerSettings) -> ssl.SSLContext:
-    """Raises ConfigError for an unusable certificate or key."""
+    """Context for TLS. Raises ConfigError for an unusable certificate or key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     assert settings.ssl_certfile is not None
     try:

@@ -244,7 +244,7 @@ async def _biases(context: ServerContext, body: LlamaFields) -> dict[int, float]
 
 
 class _LlamaAnswer:
-    """After `t_max_predict_ms` it ends at the first line break."""
+    """Answer that ends at its first line break after `t_max_predict_ms`."""
 
     def __init__(
         self, context: ServerContext, body: LlamaFields, turn: Turn, model: str, prompt: str | list[int], index: int

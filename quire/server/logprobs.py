@@ -71,8 +71,7 @@ def chat_logprobs(
 
 
 def limited(entries: Sequence[Entry | None] | None, num_top: int) -> list[Entry | None]:
-    """Limit entries to the chosen token (the first) and the `num_top` likeliest (-1: all); the engine may return
-    more."""
+    """Limit entries to the chosen token (the first) and the `num_top` likeliest (-1: all)."""
     return [
         None
         if entry is None

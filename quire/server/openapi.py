@@ -196,8 +196,7 @@ class Operation(NamedTuple):
     """Method of a path in /openapi.json. response, request: types of the bodies; None: no body. parameters: name ->
     description, for query and path. is_public: needs no key. is_admins: needs an admin's key. is_queued: requests run
     on the engine: 429 and 503 are possible. names_model: 404 for an unknown model or thing. is_list, takes_list: lists
-    of `response` and `request`. or_response: alternative. is_form: multipart/form-data. has_quota: 429 at a key's
-    quota. answers_bytes: a file."""
+    of `response` and `request`. or_response: alternative. has_quota: 429 at a key's quota."""
 
     summary: str
     response: type[msgspec.Struct] | None

@@ -87,7 +87,7 @@ def _has_ids_alone(value: Any) -> bool:
 
 
 class Found(msgspec.Struct, tag=True):
-    """Answer of the helper. body: JSON without messages and token ids. unknown: unknown fields. conversations:
+    """body: JSON without messages and token ids. unknown: unknown fields. conversations:
     messages. ids: token ids by field. items: only for /v1/responses. Other readers leave fields empty."""
 
     body: bytes

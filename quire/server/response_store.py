@@ -21,7 +21,7 @@ def response_event(name: str, number: int, /, **fields: Any) -> bytes:
 
 
 class StoredResponse(NamedTuple):
-    """Response and its conversation. body: JSON. items: conversation up to the response's end. can_continue: it
+    """body: JSON. items: conversation up to the response's end. can_continue: it
     ended normally. events: stream of a background response, empty if lost. maker: session of the API process still
     making it; the other fields then date from its beginning."""
 

@@ -53,7 +53,7 @@ _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f]*:[0-9A
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one server; each field's `Option` describes it. Invalid values raise ConfigError with `param` set.
+    """Settings of one server. Invalid values raise ConfigError with `param` set.
     served_model_name: the first name is the one in responses. restart_engine: None: on if `data_parallel_size` exceeds
     1. log_format: None follows `QUIRE_LOG_FORMAT`. admin_api_key: keys may also come from the key file.
     tool_call_parser, reasoning_parser: "none" turns parsing off. root_path: requests that still have it are served too.

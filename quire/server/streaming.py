@@ -43,7 +43,7 @@ class EventTemplate:
 
 
 class EventStream(Response):
-    """Response that sends each item of `events` as one event. An error before the first event is an ordinary error
+    """Response that sends `events`. An error before the first event is an ordinary error
     response, a later one the last event. A client that hangs up closes `events`."""
 
     media_type = "text/event-stream"

@@ -95,11 +95,8 @@ class _Traced:
 
 
 class RequestTraces(StatsListener):
-    """Listener of AsyncLLM for new and rejected requests; `EngineMetrics` reports the ends. A span is made when its
-    request ends.
-
-    details: add a span for each phase (queue, prefill, decode).
-    """
+    """Listener of AsyncLLM for new and rejected requests; `EngineMetrics` reports the ends. details: add a span for
+    each phase (queue, prefill, decode)."""
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ class _Form:
             raise _malformed(str(error)) from None
 
     def feed(self, chunk: bytes) -> None:
-        """Raises ApiError (400)."""
+        """Parse the next bytes. Raises ApiError (400)."""
         if not chunk:
             return
         before = len(self.content)

@@ -45,7 +45,7 @@ class ReplicaGroup(Protocol):
     `finish_replicas`."""
 
     def begin_window(self, shares: Shares, until: float) -> None:
-        """Serve a window."""
+        """Begin to serve the replicas' shares of requests up to `until`, in virtual seconds."""
         ...
 
     def end_window(self) -> list[int]:

@@ -325,7 +325,8 @@ def takes_all(node: Node | None) -> bool:
 
 
 def num_words(node: Node) -> int:
-    """Maximum repetitions of a part with two unbounded repetitions in a row, such as `\\S+\\s+`."""
+    """Maximum count for a part with two unbounded repetitions in a row (500 of `(\\S+\\s+){1,500}`), whose masks take
+    long."""
     return _counted(node)[1]
 
 

@@ -1,6 +1,6 @@
 """Step columns: integers per token that a model reads beside token ids and positions (`CausalLM.columns`). A request
 brings an integer per column (`EngineRequest.columns`), from which a rule derives its tokens' values, or lists them
-(`EngineRequest.token_columns`). Only requests with equal values share prefix-cache blocks."""
+(`EngineRequest.token_columns`)."""
 
 from __future__ import annotations
 

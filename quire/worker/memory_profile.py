@@ -35,8 +35,7 @@ def draft_memory(draft: DraftModel, limits: StepLimits) -> MemoryProfile:
 
 
 def estimate_activations(config: ModelConfig, num_tokens: int, num_rows: int) -> int:
-    """Upper estimate of peak activations in bytes, in float32, from the sizes of tokens' intermediates and rows'
-    logits."""
+    """Upper estimate of peak activations in bytes, in float32."""
     named = (config.hf.get(name) for name in ("intermediate_size", "ffn_dim", "n_inner"))
     intermediate = next((int(size) for size in named if size), 4 * config.hidden_size)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim

@@ -46,7 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     directory = tmp_path_factory.mktemp("tiny")
     model = randomize(qwen3(num_hidden_layers=2, hidden_size=64, intermediate_size=96))
     save(model, directory / "base")
-    write_adapter(model, directory / "first", rank=16, seed=1, embedding=True)
+    write_adapter(model, directory / "first", rank=16, seed=1, tables=("embedding",))
     write_adapter(
         model,
         directory / "second",
@@ -56,8 +56,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         rank_pattern={"gate_proj": 7},
         alpha_pattern={"o_proj": 5},
         use_rslora=True,
-        head=True,
-        embedding=True,
+        tables=("head", "embedding"),
     )
     requests = (LoRARequest(name, 1 + i, str(directory / name)) for i, name in enumerate(("first", "second")))
     return Tiny(model, directory / "base", *requests)
@@ -142,9 +141,9 @@ def test_heads_and_embeddings(family: str, tmp_path: Path) -> None:
     make = FAMILIES.get(family, partial(qwen3, tie_word_embeddings=family == "qwen3"))
     model = randomize(make())
     directory = save(model, tmp_path / "base")
-    targets = [{"head": True}, {"embedding": True}, {"head": True, "embedding": True}]
+    targets = [("head",), ("embedding",), ("head", "embedding")]
     adapters = [
-        write_adapter(model, tmp_path / str(seed), seed=seed, targets=lambda name: "v_proj" in name, **each)
+        write_adapter(model, tmp_path / str(seed), seed=seed, targets=lambda name: "v_proj" in name, tables=each)
         for seed, each in enumerate(targets, 1)
     ]
     requests = [LoRARequest(str(seed), seed, str(path)) for seed, path in enumerate(adapters, 1)]
@@ -214,7 +213,7 @@ def test_quantised_bases(tiny: Tiny, quantization: str) -> None:
 
 def test_blocks_are_of_the_adapters_content(tiny: Tiny, tmp_path: Path) -> None:
     """Neither name, number nor place of an adapter counts for the prefix cache."""
-    copy = write_adapter(tiny.model, tmp_path / "copy", rank=16, seed=1, embedding=True)
+    copy = write_adapter(tiny.model, tmp_path / "copy", rank=16, seed=1, tables=("embedding",))
     once = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     with engine(tiny.directory) as llm:
         cached = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,11 @@ def write_adapter(
     targets: Callable[[str], bool] = lambda name: True,
     rank_of: Callable[[str], int | None] = lambda name: None,
     dtype: torch.dtype = torch.float32,
-    head: bool = False,
-    embedding: bool = False,
+    tables: Sequence[str] = (),
     **config: Any,
 ) -> Path:
-    """Write an adapter of the model's linear layers. targets: of the names of modules; rank_of: None: `rank`. head,
-    embedding: of these too. config: keys of adapter_config.json over the usual ones."""
+    """Write an adapter of the model's linear layers. targets: of the names of modules; rank_of: None: `rank`. tables:
+    "head", "embedding": of these too. config: keys of adapter_config.json over the usual ones."""
     generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for name, module in linear_modules(model).items():
@@ -53,10 +52,10 @@ def write_adapter(
         tensors[f"{PREFIX}{name}.lora_B.weight"] = b.to(dtype)
     generator.manual_seed(seed + 1000)  # tables are drawn apart
     rows, size = model.get_input_embeddings().weight.shape
-    if head:
+    if "head" in tables:
         a, b = torch.randn(rank, size, generator=generator) * size**-0.5, torch.randn(rows, rank, generator=generator)
         tensors |= {f"{PREFIX}lm_head.lora_A.weight": a.to(dtype), f"{PREFIX}lm_head.lora_B.weight": b.to(dtype) * 0.3}
-    if embedding:
+    if "embedding" in tables:
         name = embedding_name(model)
         tensors[f"{PREFIX}{name}.lora_embedding_A"] = torch.randn(rank, rows, generator=generator).to(dtype)
         tensors[f"{PREFIX}{name}.lora_embedding_B"] = torch.randn(size, rank, generator=generator).to(dtype) * 0.3

@@ -198,7 +198,7 @@ def test_tensors_of_the_base_beside_its_adapters(tmp_path: Path, tied: bool) -> 
     """PEFT saves embedding and head with their adapters: they must be the base's own."""
     model = randomize(qwen3(num_hidden_layers=1, tie_word_embeddings=tied))
     found = adapters_of(save(model, tmp_path / "base"))
-    tensors, config = parts(write_adapter(model, tmp_path / "plain", head=True, embedding=True))
+    tensors, config = parts(write_adapter(model, tmp_path / "plain", tables=("head", "embedding")))
     head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     tensors[f"{PREFIX}lm_head.base_layer.weight"] = head.detach().clone()
     tensors[f"{PREFIX}model.embed_tokens.base_layer.weight"] = table.detach().bfloat16()
@@ -220,7 +220,7 @@ def test_a_model_that_pools_has_no_head(tmp_path: Path) -> None:
         extras=Extras(adapters=found),
     )
     with pytest.raises(ModelLoadError, match="lm_head': adapters of this module are not supported"):
-        load(found, write_adapter(MODEL, tmp_path / "adapter", head=True))
+        load(found, write_adapter(MODEL, tmp_path / "adapter", tables=("head",)))
 
 
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:

@@ -111,7 +111,6 @@ async def serving(
     scheduling_policy: str = "fcfs",
     chat_template: str | None = None,
     structured_outputs_config: dict[str, object] | None = None,
-    logprobs_mode: str = "raw_logprobs",
 ) -> AsyncIterator[Served]:
     """Serve the tiny model; `live`: over 127.0.0.1 or the settings' Unix socket, else the client calls the application
     directly."""
@@ -125,7 +124,6 @@ async def serving(
         scheduling_policy=scheduling_policy,
         chat_template=chat_template,
         structured_outputs_config=structured_outputs_config,
-        logprobs_mode=logprobs_mode,
     )
     engine = AsyncLLM.from_options(options, in_process=True, executor=f"tests.server.executor:{executor}")
     try:

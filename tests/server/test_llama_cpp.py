@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 
+from quire.server import llama_cpp
 from quire.server.protocol.llama_cpp import LlamaCompletionRequest
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
@@ -255,11 +256,11 @@ class TestTheirTests:
         assert texts == [prompt[1:] for prompt in prompts]
         assert sorted(each["index"] for each in found if each["stop"]) == list(range(10))
 
-    async def test_probabilities_after_sampling(self, model_path: Path) -> None:
+    async def test_probabilities_after_sampling(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(llama_cpp, "PROCESSED", "raw_logprobs")  # the executor knows one mode
         sent: dict[str, Any] = {"prompt": "=abcde", "n_probs": 10, "n_predict": 5}
-        async with serving(model_path, logprobs_mode="processed_logprobs") as served:
-            plain = (await post(served, "/completion", **sent)).json()["completion_probabilities"]
-            answer = await post(served, "/completion", post_sampling_probs=True, **sent)
+        plain = (await post(served, "/completion", **sent)).json()["completion_probabilities"]
+        answer = await post(served, "/completion", post_sampling_probs=True, **sent)
         found = answer.json()["completion_probabilities"]
         assert len(found) == len(plain) == 5
         for each, known in zip(found, plain, strict=True):

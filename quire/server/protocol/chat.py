@@ -76,9 +76,8 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
     """Body of a chat completion. max_completion_tokens: newer name of max_tokens; it wins. logprobs: return
     log-probabilities, with `top_logprobs` alternatives. echo: begin the answer with the last message if it has the same
     role. documents, reasoning_effort: for templates; the latter also sets `enable_thinking`, unless
-    chat_template_kwargs does. chat_template: instead of the model's. return_prompt_text: return the rendered prompt.
-    use_beam_search: with n beams. prediction: source of drafts. functions, function_call: OpenAI's old tools and
-    tool_choice, answered in the old form."""
+    chat_template_kwargs does. chat_template: instead of the model's. use_beam_search: with n beams. functions,
+    function_call: OpenAI's old tools and tool_choice, answered in the old form."""
 
     messages: Messages
     max_tokens: Int32 | None = None

@@ -121,9 +121,8 @@ class SpeculativeDecoding(msgspec.Struct, omit_defaults=True):
 
 
 class AnswerTimes(msgspec.Struct, omit_defaults=True):
-    """Durations in milliseconds of a request's phases, and its speed. time_to_first_token_ms: from the first step.
-    generation_time_ms: from the first token to the last. mean_itl_ms: mean time between tokens. tokens_per_second:
-    first step to last token."""
+    """Durations in milliseconds of a request's phases, and its speed. generation_time_ms: from the first token.
+    tokens_per_second: first step to last token."""
 
     time_to_first_token_ms: float | None = None
     generation_time_ms: float | None = None

@@ -32,7 +32,7 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
     """Body of a completion. prompt: string, token ids, or a list of either. max_tokens: 0 is allowed with `echo`: score
     the prompt. logprobs: number of alternatives besides the chosen token. best_of: completions to generate; the n
     likeliest are returned. use_beam_search: search with `beam_width` beams (or best_of, or n) and return the n best
-    hypotheses. Neither can be streamed. suffix: text after the completion, for models trained to infill."""
+    hypotheses. Neither can be streamed. suffix: text after the completion."""
 
     prompt: str | list[str | TokenId | list[TokenId]] = ""
     max_tokens: Int32 = 16

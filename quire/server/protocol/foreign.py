@@ -1,6 +1,6 @@
 """Request fields of other servers that this one lacks: OpenAI's, llama.cpp's, Ollama's and OpenRouter's.
 
-Fields that do not change the answer are accepted silently; others are errors, unless their value is harmless.
+Those that change the answer are errors, unless their value is harmless.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class LlamaChatResponse(ChatResponse, kw_only=True):
 
 
 class LlamaChatChunk(ChatChunk, kw_only=True):
-    """timings: of the last chunk."""
+    """timings: set in the last chunk."""
 
     timings: LlamaTimings | UnsetType = UNSET
 

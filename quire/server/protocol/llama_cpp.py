@@ -110,9 +110,9 @@ class SamplerFields(RequestStruct, kw_only=True, frozen=True):
 
 
 class LlamaFields(SamplerFields, kw_only=True, frozen=True):
-    """Fields of completions and infilling. n_predict: most tokens; 0: only compute the prompt; negative: fill the
-    context. t_max_predict_ms: time after the first token, after which the answer ends at its next line break.
-    response_fields: paths of the fields to return (`a/b`: b of a). num_drafts: most drafts per step."""
+    """Fields of completions and infilling. n_predict: 0: only compute the prompt; negative: fill the context.
+    t_max_predict_ms: time after the first token, after which the answer ends at its next line break. response_fields:
+    paths of the fields to return (`a/b`: b of a). num_drafts: most drafts per step."""
 
     model: str | None = None
     stream: bool = False
@@ -250,7 +250,7 @@ class LlamaEmbeddingRequest(PooledFields, kw_only=True, frozen=True):
 
 class LlamaTimings(msgspec.Struct):
     """Tokens, milliseconds and tokens per second. cache_n: prompt tokens from the cache. prompt: others, until the
-    first token. predicted: all generated tokens, in the time from the first to the last."""
+    first token. predicted: generated tokens, from the first to the last."""
 
     cache_n: int
     prompt_n: int

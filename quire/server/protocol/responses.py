@@ -61,9 +61,9 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     """Body of a response request. input: a user's text, or items. instructions: system message. store: keep the
-    response for later requests; None keeps all but those of a batch's lines. background: return at once, and make the
-    response even if the client leaves. max_tool_calls: only echoed. truncation: "auto" cuts the beginning of a too long
-    prompt. enable_response_messages: return texts and tokens of prompt and answer. Sampling fields as of chats."""
+    response for later requests; None keeps all but those of a batch's lines. background: return at once.
+    max_tool_calls: only echoed. truncation: "auto" cuts the beginning of a too long prompt. enable_response_messages:
+    return texts and tokens of prompt and answer. Sampling fields as of chats."""
 
     input: str | Items
     instructions: str | None = None

@@ -23,7 +23,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(StructuredFields, kw_only=True, frozen=True):
-    """Fields of completions and chats. logprob_token_ids: tokens whose log-probabilities are returned instead of the
+    """logprob_token_ids: tokens whose log-probabilities are returned instead of the
     best ones. stream_interval: tokens of each chunk after the first. return_tokens_as_token_ids: name tokens token_id:N
     in log-probabilities. Both default to the server's settings. spaces_between_special_tokens: false only while special
     tokens are skipped. vllm_xargs: arguments of logits processors. lora: scales of llama.cpp's adapters."""

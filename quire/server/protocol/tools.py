@@ -95,7 +95,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 class ToolFields(SamplingFields, kw_only=True, frozen=True):
     """Generating request that may have tools.
 
-    tools: at least one, if given. tool_choice: none, auto (default with tools), required, a function, or allowed tools.
+    tool_choice: none, auto (default with tools), required, a function, or allowed tools.
         parallel_tool_calls: false keeps only the first call. include_reasoning: show the model's reasoning.
     """
 
