@@ -1,5 +1,5 @@
 """Parent of several API processes: it owns the engine, and hands each connection to the process with the fewest
-(docs/decisions/0048-api-processes.md)."""
+(docs/decisions/0099-one-ledger-of-requests.md)."""
 
 from __future__ import annotations
 
