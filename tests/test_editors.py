@@ -12,28 +12,35 @@ import pytest
 import quire.vllm
 from quire import LLM, AsyncLLM, LLMEngine, SamplingParams
 from quire.config.engine_keywords import EngineKeywords
+from quire.config.option import options_of
 from quire.config.options import EngineOptions
 from quire.engine.public_names import REASONS, described, missing
 
 KEYWORDS_FILE = Path(inspect.getfile(EngineKeywords))
+STUB_FILE = KEYWORDS_FILE.with_suffix(".pyi")
+"""What editors read: each keyword with the option's help."""
 
 
-def keywords_text() -> str:
-    """The text of quire/config/engine_keywords.py, made from the fields of EngineOptions."""
+def keywords_text(*, is_stub: bool = False) -> str:
+    """The text of quire/config/engine_keywords.py, or of its stub, made from the fields of EngineOptions."""
     text = KEYWORDS_FILE.read_text(encoding="utf-8")
     head, _ = text.split("    runner: ")
-    lines = []
+    lines, options = [], options_of(EngineOptions)
     for name, annotation in EngineOptions.__annotations__.items():
         node = ast.parse(annotation, mode="eval").body  # Annotated[kind, record]
         assert isinstance(node, ast.Subscript)
         assert isinstance(node.slice, ast.Tuple)
         if name != "model":
             lines.append(f"    {name}: {ast.unparse(node.slice.elts[0])}\n")
+            lines += [f'    """{options[name].help}"""\n'] if is_stub else []
+    if is_stub:
+        head = head.replace("\n\n\nclass", "\n\nclass")
     return head + "".join(lines)
 
 
 def test_keywords_are_the_options() -> None:
     assert KEYWORDS_FILE.read_text(encoding="utf-8") == keywords_text(), "`python -m tests.test_editors` writes it"
+    assert STUB_FILE.read_text(encoding="utf-8") == keywords_text(is_stub=True)
     options = typing.get_type_hints(EngineOptions)
     assert typing.get_type_hints(EngineKeywords) == {name: kind for name, kind in options.items() if name != "model"}
     for engine in (LLM, LLMEngine, AsyncLLM):
@@ -81,3 +88,4 @@ def test_a_wrong_sampling_parameter_names_the_nearest() -> None:
 
 if __name__ == "__main__":
     KEYWORDS_FILE.write_text(keywords_text(), encoding="utf-8")
+    STUB_FILE.write_text(keywords_text(is_stub=True), encoding="utf-8")
