@@ -28,8 +28,9 @@ from quire.server.llama_chat import add_llama_chat_routes, timings_of
 from quire.server.logprobs import ID_MARK
 from quire.server.numbered_adapters import add_numbered_adapter_routes
 from quire.server.pooling import add_pooling_route, one_sequence, run_texts
-from quire.server.protocol.chat import ChatLogprob, ChatRequest, TopLogprob
+from quire.server.protocol.chat import ChatLogprob, TopLogprob
 from quire.server.protocol.completion import CompletionRequest
+from quire.server.protocol.llama_chat import LlamaChatRequest
 from quire.server.protocol.llama_cpp import (
     NAMES,
     RANDOM_SEED,
@@ -87,7 +88,7 @@ def add_llama_cpp_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/apply-template")
     @any_type
     async def apply_template(request: Request) -> Response:
-        body = await read_request(request, context, ChatRequest)
+        body = await read_request(request, context, LlamaChatRequest)
         context.served_name(body.model)
         tools = context.formats.answer(body.with_tools).template_tools
         rendered = await render_chat(context, body, tools, body.template_inputs)

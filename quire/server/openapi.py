@@ -443,7 +443,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Count the tokens of a conversation", InputTokens, LlamaChatRequest, names_model=True
     ),
     ("post", "/apply-template"): Operation(
-        "A conversation as the chat template writes it", LlamaPrompt, ChatRequest, names_model=True
+        "A conversation as the chat template writes it", LlamaPrompt, LlamaChatRequest, names_model=True
     ),
     ("get", "/props"): Operation("What the server is, in llama.cpp's words", LlamaProps),
     ("get", "/slots"): Operation(

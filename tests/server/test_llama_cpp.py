@@ -284,7 +284,7 @@ class TestChat:
         found = answer.json()
         assert found["usage"]["completion_tokens"] == found["timings"]["predicted_n"]
         assert found["timings"]["prompt_n"] + found["timings"]["cache_n"] == found["usage"]["prompt_tokens"]
-        few = (await post(served, "/chat/completions", n_predict=2, **sent)).json()
+        few = (await post(served, "/chat/completions", n_predict=2, tools=[], tool_choice="auto", **sent)).json()
         assert (few["usage"]["completion_tokens"], few["choices"][0]["finish_reason"]) == (2, "length")
         count = (await post(served, "/chat/completions/input_tokens", messages=sent["messages"])).json()
         assert count["input_tokens"] == few["usage"]["prompt_tokens"]
@@ -402,8 +402,9 @@ class TestState:
     async def test_other_routes(self, served: Served) -> None:
         assert (await served.client.get("/v1/health")).json() == {"status": "ok"}
         messages = [{"role": "user", "content": "hi"}]
-        found = (await post(served, "/apply-template", messages=messages)).json()
-        assert found == {"prompt": "<|start|>user: hi<|end|><|start|>assistant: "}
+        for more in ({}, {"tools": []}, {"tools": [], "tool_choice": "auto"}):
+            found = (await post(served, "/apply-template", messages=messages, **more)).json()
+            assert found == {"prompt": "<|start|>user: hi<|end|><|start|>assistant: "}
         error = (await post(served, "/embedding", 404, content="a")).json()["error"]
         assert (error["code"], error["type"]) == (404, "not_found_error")
 

@@ -27,6 +27,7 @@ class LlamaChatRequest(ChatRequest, kw_only=True, frozen=True):
     repeat_penalty: float | None = None
     repeat_last_n: Int32 | None = None
 
+    TAKES_EMPTY_TOOLS: ClassVar[bool] = True
     NOTED: ClassVar[frozenset[str]] = NOTED
     NO_EFFECT: ClassVar[frozenset[str]] = (NO_EFFECT - NOTED) | IDLE
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
@@ -37,6 +38,14 @@ class LlamaChatRequest(ChatRequest, kw_only=True, frozen=True):
         super().__post_init__()
         if self.grammar and self.json_schema:
             raise UserError(BOTH, param="grammar")
+
+    @property
+    def with_tools(self) -> ChatRequest:
+        found = super().with_tools
+        if found.tools != []:
+            return found
+        choice = None if found.tool_choice == "auto" else found.tool_choice
+        return msgspec.structs.replace(found, tools=None, tool_choice=choice)
 
     @property
     def noted(self) -> list[str]:

@@ -104,6 +104,8 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
+    TAKES_EMPTY_TOOLS: ClassVar[bool] = False
+
     def check_tools(self) -> None:
         """Raises UserError if the choice does not fit the tools; for an empty list of tools, as OpenAI does."""
         choice = self.tool_choice
@@ -112,7 +114,7 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
                 f"tool_choice must be one of {', '.join(CHOICES)}, or name a function, not {choice!r}",
                 param="tool_choice",
             )
-        if self.tools == []:
+        if self.tools == [] and not self.TAKES_EMPTY_TOOLS:
             raise UserError("tools must not be an empty list: leave the field out instead", param="tools")
         if self.tools is None and choice not in (None, "none"):
             raise UserError("when using tool_choice, tools must be set", param="tool_choice")
