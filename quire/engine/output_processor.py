@@ -253,7 +253,7 @@ class _RequestState:
         return output
 
     def _reported_sequences(self) -> list[_SequenceState]:
-        """All sequences, except: the best `n` of ranked samples, and existing hypotheses of a beam search."""
+        """All sequences; of ranked samples the best `n`, of a beam search the existing hypotheses."""
         if self._ranks_samples:
             ranked = sorted(self.sequences, key=_SequenceState.rank)[: self._request.params.n]
             for index, sequence in enumerate(ranked):

@@ -105,7 +105,8 @@ def gated(gating: Gating, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _expert(
     weights: ExpertWeights, expert: int, x: torch.Tensor, share: torch.Tensor, product: Product
 ) -> torch.Tensor:
-    """One expert's result, before its weight: [N, size] -> [N, size] float32. share: [N, 1] float32, the weight."""
+    """One expert's result: [N, size] -> [N, size] float32. share: [N, 1] float32, weight, applied only if
+    `weighs_input`."""
     if weights.weighs_input:
         x = (x.float() * share).to(x.dtype)
     gate, up = product(weights.gate_up[expert], x).chunk(2, dim=-1)

@@ -94,8 +94,8 @@ class Admitter:
         return preemption
 
     def _first_ready(self, reserved: Reservations, now: float) -> Request | None:
-        """First waiting request, if it may start. While background requests run, the first that may start behind
-        deferred live ones, whose needs are reserved."""
+        """First waiting request, if it may start, to preempt for. While background ones run, the first behind deferred
+        live ones, whose needs are reserved."""
         first, running = self._waiting.first, self._running.sequences
         if first is None or not (self._is_held(first) or is_deferred(first, now)):
             return first

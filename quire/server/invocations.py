@@ -24,7 +24,7 @@ _OF_TASKS = {"embed": "/v1/embeddings", "classify": "/classify"}
 
 
 class InvocationRequest(RequestStruct, kw_only=True, frozen=True):
-    """Body of another route, recognized by its fields: `messages` or `prompt` for generating models; for pooling models
+    """A route's body, told by fields (OpenAPI only): `messages` or `prompt` for generating models; for pooling models
     `input` or `messages`, `text_1` with `text_2` (by any names), or `query` with `documents`."""
 
     messages: Any = None

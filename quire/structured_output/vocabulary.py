@@ -39,7 +39,7 @@ class Vocabulary:
         return self._tokenise(data) or self._longest_match(data)
 
     def _tokenise(self, data: bytes) -> list[int]:
-        """Tokens with exactly these bytes inside a text; empty if none."""
+        """Text of llguidance as tokens with exactly these bytes; empty if none."""
         text = data.decode(errors="replace")
         for first in FIRST_TEXTS:
             ids = self._tokenizer.encode(first + text, add_special_tokens=False)

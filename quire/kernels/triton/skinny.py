@@ -131,7 +131,7 @@ def _stored(
     ROUNDED: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """[slices, rows, columns] of the matrix: as stored, in DTYPE, and the high nibbles'. columns: [slices, columns];
+    """Three tiles, [slices, rows, columns]: codes, low nibbles (or all) in DTYPE, high ones. columns: [slices, columns];
     first: [slices, 1]. EVEN: K ends with a step."""
     inside = tl.expand_dims((columns < K) | EVEN, -2)
     if FORMAT < I4:

@@ -214,8 +214,8 @@ class StoredItems(NamedTuple):
 
 
 class Continuation(msgspec.Struct):
-    """Join of a request's items with stored responses: the previous one, and `response_ids` of its item_references.
-    marks: name and response id of each Listing. lengths: sizes of the content's parts."""
+    """Orders to join a request's items with stored responses (previous, and item_references' `response_ids`), maybe in
+    a helper. marks: name and response id of each Listing. lengths: bytes of content's parts."""
 
     instructions: str | None
     response_ids: list[str]

@@ -69,8 +69,8 @@ class NativeColumns(CpuColumns):
     def input_batch(
         self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
     ) -> InputBatch:
-        """Batch of a step whose tokens are all read (`InputBatch.of`). Raises ValueError for accesses outside the
-        tables or the pool."""
+        """Gather a step's inputs; its batch reads all hidden states (`InputBatch.of`). Raises ValueError outside the
+        tables or pool."""
         if self._batch.rows_version != rows_version or not rows_version:
             self._native.set_rows(rows)
             num_seqs = len(rows)
