@@ -134,8 +134,8 @@ async def in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
 
 
 class Helper:
-    """Helper process: renders templates, tokenises, reads. One thread at a time, except for `kill`. Raises OSError if it
-    cannot start."""
+    """Helper process: renders templates, tokenises, reads. One thread at a time, except for `kill`. Raises OSError if
+    it cannot start."""
 
     def __init__(self, setup: Setup) -> None:
         self._limits = setup.limits

@@ -131,8 +131,8 @@ def _stored(
     ROUNDED: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Three tiles, [slices, rows, columns]: codes, low nibbles (or all) in DTYPE, high ones. columns: [slices, columns];
-    first: [slices, 1]. EVEN: K ends with a step."""
+    """Three tiles, [slices, rows, columns]: codes, low nibbles (or all) in DTYPE, high ones. columns: [slices,
+    columns]; first: [slices, 1]. EVEN: K ends with a step."""
     inside = tl.expand_dims((columns < K) | EVEN, -2)
     if FORMAT < I4:
         w = tl.load(from_row, mask=inside, other=0 if FORMAT == I8 else 0.0)
