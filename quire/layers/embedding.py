@@ -90,10 +90,11 @@ class VocabularyProjection:
         size = embedding.shape.in_features
         self._table = table = embedding if tied else Embedding(embedding.num_rows, size, embedding.method, context)
         stack = AdapterStack(size, 0, size, [Part(table.num_rows, table.first_row, table.num_local)])
-        self._product = AdaptedProduct(replace(context, linear=table.method), table.parameters, stack)
-        if context.adapters is not None:
-            is_supported = context.adapters.storage.adds_in_torch
-            context.adapters.places[HEAD] = self._product.place(range(1)) if is_supported else None
+        adapters = context.adapters
+        added = adapters if adapters is not None and adapters.storage.adds_in_torch else None
+        self._product = AdaptedProduct(replace(context, linear=table.method, adapters=added), table.parameters, stack)
+        if adapters is not None:
+            adapters.places[HEAD] = None if added is None else self._product.place(range(1))
 
     @property
     def input_size(self) -> int:

@@ -125,12 +125,13 @@ def test_a_slot_that_there_is_not(slot: int) -> None:
 
 def test_a_pass_without_adapters_takes_no_slots() -> None:
     adapters = Adapters(TorchAdapterStorage(1, 8, torch.float32, torch.device("cpu")))
-    adapters.begin(torch.zeros(4, dtype=torch.int64), None)
+    with adapters.over(torch.zeros(4, dtype=torch.int64)):
+        assert adapters.step is None
+    with adapters.over(torch.tensor([0, 1])):
+        assert adapters.step is not None
     assert adapters.step is None
-    adapters.begin(torch.tensor([0, 1]), None)
-    assert adapters.step is not None
-    adapters.begin(None, None)
-    assert adapters.step is None
+    with adapters.over(None):
+        assert adapters.step is None
 
 
 def test_sizes_that_the_kernels_do_not_have() -> None:
