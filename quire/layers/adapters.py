@@ -188,6 +188,17 @@ class SlotMatrices(Generic[MatricesT]):
     def load(self, slot: int, matrices: MatricesT) -> None:
         self._stored = {**self._stored, slot: matrices}  # a step beside the load goes through the old one
 
+    def _by_slot(self, x: torch.Tensor, slots: StepSlots) -> Iterator[tuple[torch.Tensor, MatricesT]]:
+        """Yield (rows of x, [N], matrices) of each used slot."""
+        stored = self._stored
+        if not stored:
+            return
+        of_rows = slots.of(x)
+        for slot, found in stored.items():
+            rows = (of_rows == slot).nonzero().flatten()
+            if len(rows):
+                yield rows, found
+
     def clear(self, slot: int) -> None:
         self._stored = {each: found for each, found in self._stored.items() if each != slot}
 

@@ -24,15 +24,9 @@ class HeadAdapters(SlotMatrices[HeadMatrices]):
 
     def add(self, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
         """y, overwritten, plus the adapters' results. x: [T, heads * inputs], y: [T, heads * outputs]."""
-        stored = self._stored
-        if not stored:
-            return y
-        of_rows = slots.of(x)
-        for slot, found in stored.items():
-            rows = (of_rows == slot).nonzero().flatten()
-            if len(rows):
-                inner = row_head_linear(x[rows], found.a.to(x.dtype)) * found.scale
-                y[rows] += row_head_linear(inner, found.b.to(x.dtype))
+        for rows, found in self._by_slot(x, slots):
+            inner = row_head_linear(x[rows], found.a.to(x.dtype)) * found.scale
+            y[rows] += row_head_linear(inner, found.b.to(x.dtype))
         return y
 
     def add_recorded(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,9 @@ class TableAdapters(SlotMatrices[LowRank]):
 
     def add(self, token_ids: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
         """y, overwritten, plus the results for token_ids, [T]."""
-        stored = self._stored
-        if not stored:
-            return y
-        of_rows = slots.of(y)
-        for slot, found in stored.items():
-            rows = (of_rows == slot).nonzero().flatten()
-            if len(rows):
-                inner = found.a[token_ids[rows]].to(y.dtype) * found.scale
-                y[rows] += row_linear(inner, found.b[0].to(y.dtype), None)
+        for rows, found in self._by_slot(y, slots):
+            inner = found.a[token_ids[rows]].to(y.dtype) * found.scale
+            y[rows] += row_linear(inner, found.b[0].to(y.dtype), None)
         return y
 
     def add_recorded(self, y: torch.Tensor) -> torch.Tensor:

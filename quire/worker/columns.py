@@ -82,7 +82,10 @@ class ColumnValues:
 
     def of_rows(self, name: str, rows: np.ndarray) -> torch.Tensor | None:
         """Values of a column for rows, [R] int64; None if `has` is False."""
-        return torch.from_numpy(self.rows[rows, self.names.index(name)]) if self.has(name, rows) else None
+        if name not in self.names:
+            return None
+        values = self.rows[rows, self.names.index(name)]
+        return torch.from_numpy(values) if values.any() else None
 
     def of_tokens(self, batch: InputBatch) -> Mapping[str, torch.Tensor]:
         """Values of a batch's tokens, [T] int64 per column."""

@@ -177,7 +177,7 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
 
 
 class LlamaPromptText(RequestStruct, kw_only=True, frozen=True):
-    prompt_string: str
+    text: str = msgspec.field(name="prompt_string")
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {"multimodal_data": ([],)}
 
@@ -198,12 +198,7 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
     @property
     def prompts(self) -> list[Mixed]:
         """All prompts; a list with a token id is one."""
-        given: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
-        if not any(isinstance(part, int) for part in given):
-            return [part.prompt_string if isinstance(part, LlamaPromptText) else part for part in given]
-        if any(isinstance(part, list | LlamaPromptText) for part in given):
-            raise UserError("prompt must hold token ids and texts, or prompts", param="prompt")
-        return [given]
+        return texts_of(self.prompt, "prompt")
 
 
 class LlamaExtra(msgspec.Struct, frozen=True):

@@ -51,13 +51,13 @@ class InputObject(RequestStruct, kw_only=True, frozen=True):
 Inputs = str | InputObject | Annotated[list[TokenId | str | InputObject | list[TokenId | str]], Meta(min_length=1)]
 
 
-def texts_of(given: Inputs) -> list[Mixed]:
+def texts_of(given: Any, field: str = "input") -> list[Mixed]:
     """All texts; a list with token ids is one. Raises UserError."""
     entries: list[Any] = given if isinstance(given, list) else [given]
     if not any(isinstance(entry, int) for entry in entries):
-        return [entry.text if isinstance(entry, InputObject) else entry for entry in entries]
-    if any(isinstance(entry, list | InputObject) for entry in entries):
-        raise UserError("input must hold token ids and texts, or inputs", param="input")
+        return [entry if isinstance(entry, str | list) else entry.text for entry in entries]
+    if not all(isinstance(entry, int | str) for entry in entries):
+        raise UserError(f"{field} must hold token ids and texts, or {field}s", param=field)
     return [entries]
 
 
