@@ -93,6 +93,7 @@ def sweep_parts() -> list[Part]:
     return [
         Part("products", products, 60),
         Part("attention", python("benchmarks.gpu.attention_sweep", "--out", "{out}"), 60),
+        Part("delta", python("benchmarks.gpu.delta_sweep", "--out", "{out}"), 60),
         Part("families", python("benchmarks.gpu.families", "--out", "{out}"), 200),
         Part("draft-kernels", pytest_command(*DRAFT_TESTS), 150, ("--interpreted",)),
         Part("drafts", python("benchmarks.gpu.drafts", "--out", "{out}"), 180),

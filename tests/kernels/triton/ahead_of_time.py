@@ -5,15 +5,16 @@
     python -m tests.kernels.triton.ahead_of_time 90 cache
     python -m tests.kernels.triton.ahead_of_time 90 words cache
     python -m tests.kernels.triton.ahead_of_time 90 sweep cache
+    python -m tests.kernels.triton.ahead_of_time 90 delta cache
     python -m tests.kernels.triton.ahead_of_time 90 cache for=python3.12
 
 (the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
 `QUIRE_TRITON_CACHE`, with their launchers and every kind of tiles that a model of these shapes needs: `make
 triton-cache`; the fourth only the two smallest kernels; the fifth what `benchmarks.gpu.attention_sweep` and
-`benchmarks.gpu.product_sweep` compare; the last for an engine of another Python, whose Triton
-is fetched by pip, or is the file that libtriton=FILE names) prints a line of
-JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
-and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
+`benchmarks.gpu.product_sweep` compare, the sixth what `benchmarks.gpu.delta_sweep` does; the last for an engine of
+another Python, whose Triton is fetched by pip, or is the file that libtriton=FILE names) prints a line of JSON for each
+launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads and products
+of the tensor cores occur. What the interpreter does not see is seen here: types that do not fit, blocks that
 are no powers of two, shared memory or registers that do not suffice. Wrappers are called with tensors of the host,
 whose memory is never touched. Each kernel is also launched, with what would ask the driver for it replaced: by Triton
 and bound; both must hand over the same. Run without TRITON_INTERPRET.
@@ -42,6 +43,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 
+from benchmarks.gpu import delta_sweep
 from benchmarks.gpu.attention_sweep import dry_calls
 from benchmarks.gpu.product_sweep import ProductSweep
 from benchmarks.gpu.shapes import QWEN3_8B as QWEN3_8B_SHAPE
@@ -65,11 +67,12 @@ from quire.kernels.triton.activation import activation
 from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.delta_prompt import prompt_rule
 from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts, recall_drafts
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.encoder_attention import attend_both_ways
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
-from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
+from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, rule_parts, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.model_drafts import begin_pass, last_tokens, write_behind, write_guesses
 from quire.kernels.triton.norm import norm, sum_parts
@@ -460,12 +463,14 @@ def state_calls(*, complete: bool) -> Calls:
     states = DeviceStateStep(batch, {0: int32(256, 16)}, 512, {0: pages})
     qkv, gates, result = empty(8, width), empty(8, 64), empty(8, 4096)
     fast = replace(states, batch_invariant=False)
+    parts = rule_parts(rule, states)
     if not complete:
         fast = replace(fast, batch=replace(batch, max_query_len=1))
     return [
         lambda: short_convolution(convolution, qkv, empty(8, width), states),
         lambda: gated_delta_rule(rule, qkv, gates, result, states),
         lambda: gated_delta_rule(rule, qkv, gates, result, fast),
+        lambda: prompt_rule(rule, (qkv, gates, result, float32(8, 32)), parts, fast),
         lambda: gated_norm(GatedNormWeights(128, empty(128), 1e-6), result, result),
     ]
 
@@ -522,6 +527,8 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
     if "sweep" in words:
         products = ProductSweep(QWEN3_8B_SHAPE, torch.device("cpu"), empty=True)
         return [*dry_calls(), *products.calls()]
+    if "delta" in words:
+        return list(delta_sweep.dry_calls())
     if "index" in words:
         return [latent_call(capability, 512, top=2048)]
     calls = product_calls() + quantized_calls(capability, complete=complete) + attention_calls(capability)
