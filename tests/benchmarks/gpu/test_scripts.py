@@ -134,7 +134,7 @@ def test_families_and_their_summary(run: Script, launches: list[str], tmp_path: 
 def test_a_family_costs_what_its_weights_weigh(name: str) -> None:
     """A step of many tokens reads every weight but the input embedding and norms; one of a single token only those of
     the experts that it takes."""
-    cost = families.FAMILIES[name].cost()
+    cost = families.cost_of(families.FAMILIES[name])
     shape = cost.shape
     states = 2 * 100000 * shape.matrix_bytes()
     whole = (cost.work(engine.Step(100000, 100000, 1, 0, 0.0, 0.0)).bytes - states) / families.ITEMSIZE
