@@ -20,6 +20,7 @@ from benchmarks.gpu import (
     engine,
     experiments,
     families,
+    images,
     kernels,
     machine,
     records,
@@ -121,6 +122,13 @@ def test_all_scripts_and_their_summary(
 
 
 @pytest.mark.long
+def test_pictures(run: Script) -> None:
+    (found,) = run(images)
+    assert (found["number"], found["tokens"]) == (1, 4)
+    assert found["tower_limit_seconds"] > 0
+
+
+@pytest.mark.long
 def test_families_and_their_summary(run: Script, launches: list[str], tmp_path: Path) -> None:
     """Kernels of experts, latents, chosen keys and states are launched, and each family has lines of its own."""
     found = run(families)
@@ -135,7 +143,7 @@ def test_families_and_their_summary(run: Script, launches: list[str], tmp_path: 
 def test_a_family_costs_what_its_weights_weigh(name: str) -> None:
     """A step of many tokens reads every weight but the input embedding and norms; one of a single token only those of
     the experts that it takes."""
-    cost = families.FAMILIES[name].cost()
+    cost = families.cost_of(families.FAMILIES[name])
     shape = cost.shape
     states = 2 * 100000 * shape.matrix_bytes()
     whole = (cost.work(engine.Step(100000, 100000, 1, 0, 0.0, 0.0)).bytes - states) / families.ITEMSIZE
