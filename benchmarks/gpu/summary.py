@@ -159,20 +159,22 @@ def _experiments(found: Sequence[Record]) -> list[str]:
 
 
 def _products(found: Sequence[Record]) -> list[str]:
-    """The fastest ways to multiply with each quantised matrix, and the present one."""
+    """The fastest ways to multiply with each matrix, and the one that was measured first."""
     measured = [record for record in _of(found, "product") if "seconds" in record]
     lines = []
     for case in dict.fromkeys((record["format"], record["matrix"], record["m"]) for record in measured):
         ways = [record for record in measured if (record["format"], record["matrix"], record["m"]) == case]
+        first = ways[0]
         ways.sort(key=_seconds)
-        shown = ways[:4] + [way for way in ways[4:] if way["variant"] == "present"]
+        shown = ways[:4] + [way for way in ways[4:] if way is first]
         lines.append("{} {}, {} rows".format(*case))
         for way in shown:
             wrong = "" if way["nan"] == 0 and way["error of all"] < 0.02 else f" WRONG by {way['error of all']:.3g}"
-            lines.append(f"  {way['seconds'] * 1e6:9.1f} us {way['variant']}{wrong}")
+            share = f"{way['share']:7.1%} " if "share" in way else ""
+            lines.append(f"  {way['seconds'] * 1e6:9.1f} us {share}{way['variant']}{wrong}")
     for record in _of(found, "bits of few rows"):
         lines.append(f"bits of few rows, {record['format']}: {record.get('differing', record.get('error'))} differing")
-    return ["", "== Ways to multiply with quantised matrices", *lines] if lines else []
+    return ["", "== Ways to multiply, and their share of the limit", *lines] if lines else []
 
 
 def _drafts(found: Sequence[Record]) -> list[str]:

@@ -9,8 +9,8 @@
 
 (the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
 `QUIRE_TRITON_CACHE`, with their launchers and every kind of tiles that a model of these shapes needs: `make
-triton-cache`; the fourth only the two smallest kernels; the fifth what `benchmarks.gpu.attention_sweep` and
-`benchmarks.gpu.product_sweep` compare; the last for an engine of another Python, whose Triton
+triton-cache`; the fourth only the two smallest kernels; the fifth what the sweeps of `benchmarks.gpu` compare,
+of experts alone with `experts` for `sweep`; the last for an engine of another Python, whose Triton
 is fetched by pip, or is the file that libtriton=FILE names) prints a line of
 JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
 and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
@@ -42,7 +42,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 
-from benchmarks.gpu.attention_sweep import dry_calls
+from benchmarks.gpu import attention_sweep, expert_sweep
 from benchmarks.gpu.product_sweep import ProductSweep
 from benchmarks.gpu.shapes import QWEN3_8B as QWEN3_8B_SHAPE
 from quire import envs
@@ -308,19 +308,20 @@ def quantized_calls(capability: int, *, complete: bool) -> Calls:
         of_experts = [PLAIN.value, E4M3.value, NVFP4.value]
     rows = (8, 16, 32, 64) if complete else (16, 64)
 
-    def experts(kind: int, *, rounds: bool = False) -> torch.Tensor:
+    def experts(kind: int, *, rounds: bool = False, fixed: bool = True) -> torch.Tensor:
         shapes = (2 * 768, 2048), (2048, 768)
         if kind == PLAIN.value:
             matrices = [StoredMatrix.plain(empty(8, *shape)) for shape in shapes]
         else:
             matrices = [stored(kind, *shape, capability, 8) for shape in shapes]
-        x, routing = empty(256, 2048), torch.zeros(256, 4)
-        return apply_experts(ExpertMatrices(*matrices, None, None, rounds), x, routing, None, "silu", None, False)
+        stack, x, routing = ExpertMatrices(*matrices, None, None, rounds), empty(1024, 2048), torch.zeros(1024, 4)
+        return apply_experts(stack, x, routing, None, "silu", None, False, batch_invariant=fixed)
 
     calls: Calls = [partial(matmul, empty(8, 4096), stored(kind, 4096, 4096, capability)) for kind in kinds]
     calls += [partial(by_rows, m, kind, capability, False) for kind in kinds for m in rows]
     calls += [partial(by_rows, m, E4M3.value, capability, False) for m in (8, 32)]
     calls += [partial(experts, kind) for kind in of_experts]
+    calls += [partial(experts, PLAIN.value, fixed=False)] if capability >= 90 else []
     for kind in (I8.value, I4.value):
         matrix = stored(kind, 4096, 4096, capability)
         calls += [
@@ -521,7 +522,9 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return tower_calls(capability)
     if "sweep" in words:
         products = ProductSweep(QWEN3_8B_SHAPE, torch.device("cpu"), empty=True)
-        return [*dry_calls(), *products.calls()]
+        return [*attention_sweep.dry_calls(), *products.calls(), *expert_sweep.dry_calls()]
+    if "experts" in words:
+        return list(expert_sweep.dry_calls())
     if "index" in words:
         return [latent_call(capability, 512, top=2048)]
     calls = product_calls() + quantized_calls(capability, complete=complete) + attention_calls(capability)
