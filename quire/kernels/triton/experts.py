@@ -1,5 +1,5 @@
-"""Mixtures of experts: products of rows with their chosen experts' matrices. The device sorts (row, expert) pairs by
-expert, so the host never waits. Additions run in order."""
+"""Mixtures of experts: products of rows with their chosen experts' matrices. The device sorts pairs by expert,
+so the host never waits. Additions run in order."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _experts_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """FIRST: activation(gate) * up of x's rows, to the pair's row of out; else down of the pair's row of x. WEIGHS: the
-    pair's weight multiplies input (FIRST) or output. together: see ExpertPlan."""
+    pair's weight multiplies input (FIRST) or output."""
     num_tiles = tl.num_programs(0)
     program = tl.program_id(1) * num_tiles + tl.program_id(0)
     tile, block = grouped(program, num_tiles, tl.num_programs(1), together)
@@ -125,9 +125,8 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """Matrices of all experts. gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate];
-    biases [E, 2 * intermediate] and [E, size] in the activations' dtype, or None. rounds_activations: see `matmul`, for
-    matrices that can."""
+    """Matrices of all experts, stacked (see ExpertWeights). Biases: [E, rows of a matrix] in the activations' dtype, or
+    None. rounds_activations: see `matmul`."""
 
     gate_up: StoredMatrix
     down: StoredMatrix
@@ -136,14 +135,13 @@ class ExpertMatrices:
     rounds_activations: bool = False
 
     def rounds(self, matrix: StoredMatrix) -> bool:
-        """True if `matrix` multiplies rounded rows."""
         return self.rounds_activations and matrix.multiplies_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Tiles of both products, of equal `block_m`. together: rows of tiles whose programs run side by side, column by
-    column, to share operands in the L2 cache; 0: all. narrows: down's results have x's dtype, not float32."""
+    """Tiles of both products, of equal `block_m`. together: rows of tiles that run side by side, to share
+    operands in the L2 cache; 0: all. narrows: down's results have x's dtype, not float32."""
 
     gate_up: ProductTiles
     down: ProductTiles
@@ -160,7 +158,8 @@ MANY_TILES = (
 def expert_tiles(
     matrices: ExpertMatrices, dtype: torch.dtype, pairs: float, device: torch.device, *, batch_invariant: bool
 ) -> ExpertPlan:
-    """Tiles of a step. dtype: x's. pairs: rows per expert. batch_invariant: the same for any number of rows."""
+    """Tiles of a step. dtype: x's. pairs: rows per expert. batch_invariant: a row's bits do not depend on
+    the number of rows."""
     is_narrow = dtype != torch.float32
     if not batch_invariant and is_narrow and matrices.gate_up.kind == matrices.down.kind == PLAIN.value:
         for least, plan in MANY_TILES if has_room_for_many(device) else ():
@@ -174,12 +173,13 @@ def expert_tiles(
         # Of nine ways tried on an H100, the fastest at 1, 32 and 256 rows of Qwen3-30B-A3B, by 5 to 9 %.
         block_k = 2 * usual.block_k if matrix.kind == PLAIN.value and is_narrow else usual.block_k
         tiles.append(replace(usual, block_m=FEW_ROWS, block_k=block_k, num_warps=4) if few else usual)
-    return ExpertPlan(*tiles, together=0 if few else GROUP_M)
+    gate_up, down = tiles
+    return ExpertPlan(gate_up, down, together=0 if few else GROUP_M)
 
 
 @lru_cache
 def has_room_for_many(device: torch.device) -> bool:
-    """True on cards with Hopper's shared memory, and without a card."""
+    """True on cards with Hopper's shared memory, and off cards."""
     if device.type != "cuda":
         return True
     capability = torch.cuda.get_device_capability(device)
@@ -199,8 +199,8 @@ def apply_experts(
     plan: ExpertPlan | None = None,
 ) -> torch.Tensor:
     """residual + the weighted sum of the experts' results. x, residual: [T, size] of one dtype, plain matrices' too.
-    routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights. batch_invariant: a
-    row's bits do not depend on the number of rows. plan: tiles (`expert_tiles`)."""
+    routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights. batch_invariant,
+    plan: see `expert_tiles`."""
     num_rows, size = x.shape
     if num_rows == 0:
         return x.new_empty(0, size)
@@ -232,7 +232,7 @@ def multiply(
     *,
     is_first: bool,
 ) -> None:
-    """One product of `apply_experts`. order: of the plan's tiles. shares: [T, top_k] float32. out: [pairs, n]."""
+    """One product of `apply_experts`. order: of the plan's tiles. out: [pairs, n]."""
     matrix, bias, tiles = (
         (matrices.gate_up, matrices.gate_up_bias, plan.gate_up)
         if is_first
@@ -277,7 +277,7 @@ def multiply(
 
 
 def combined(results: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, top_k: int) -> torch.Tensor:
-    """residual + each row's results."""
+
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     launch(

@@ -1,5 +1,5 @@
-"""Routing of mixtures of experts in two launches: the choice of each row's experts, and the order of (row, expert)
-pairs by expert. `kernels/experts.py:route` is the plain twin."""
+"""Routing of mixtures of experts in two launches: each row's choice, and the order of pairs by expert.
+`kernels/experts.py:route` is the plain twin."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Pairs of a row and a chosen expert, grouped by expert for tiled products. pairs: [P] int32, row * top_k + place.
+    """Pairs of a row and a chosen expert, grouped by expert. pairs: [P] int32, row * top_k + place.
     tiles: [M, 3] int32: expert (-1: unused), first pair, end of the expert's pairs."""
 
     pairs: torch.Tensor
