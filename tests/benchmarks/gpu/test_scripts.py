@@ -19,6 +19,7 @@ from benchmarks.gpu import (
     engine,
     experiments,
     families,
+    images,
     kernels,
     machine,
     records,
@@ -117,6 +118,13 @@ def test_all_scripts_and_their_summary(
     assert "cache: 3 of 3 kernels, 2 of 3 launchers" in text
     assert "geometric mean of 2" in text
     assert len(text.splitlines()) <= 90
+
+
+@pytest.mark.long
+def test_pictures(run: Script) -> None:
+    (found,) = run(images)
+    assert (found["number"], found["tokens"]) == (1, 4)
+    assert found["tower_limit_seconds"] > 0
 
 
 @pytest.mark.long
