@@ -21,7 +21,7 @@ from quire.kernels.triton.weight_formats import PLAIN, StoredMatrix, product
 COLUMNS = 1024
 """Elements of a row per program of `combine`."""
 EXPERT_COLUMNS = 64
-"""Columns of a result tile; a gate-and-up tile is twice as wide before the activation."""
+"""Columns of a result tile; gate and up have twice as many."""
 FEW_ROWS = 16
 """Pairs of a tile where an expert has few."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -186,6 +186,77 @@ def has_room_for_many(device: torch.device) -> bool:
     return capability >= (9, 0) and DeviceLimits(capability).shared_memory >= DeviceLimits().shared_memory
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertProducts:
+    """Products of a mixture in a plan's tiles."""
+
+    matrices: ExpertMatrices
+    plan: ExpertPlan
+    activation: str
+    limit: float | None
+    weighs_input: bool
+
+    def apply(self, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        num_rows, size = x.shape
+        num_experts, _, intermediate = self.matrices.down.shape
+        top_k = routing.shape[1] // 2
+        order = sort_by_expert(routing, num_experts, self.plan.gate_up.block_m)
+        inner = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
+        dtype = x.dtype if self.plan.narrows else torch.float32
+        results = torch.empty(num_rows * top_k, size, dtype=dtype, device=x.device)
+        shares = routing[:, top_k:]
+        self.multiply(x, order, shares, inner, is_first=True)
+        self.multiply(inner, order, shares, results, is_first=False)
+        return combined(results, residual, x, top_k)
+
+    def multiply(
+        self, x: torch.Tensor, order: ExpertTiles, shares: torch.Tensor, out: torch.Tensor, *, is_first: bool
+    ) -> None:
+        """Gate and up with the activation, or down. out: [pairs, n]."""
+        matrices, plan = self.matrices, self.plan
+        matrix, bias, tiles = (
+            (matrices.gate_up, matrices.gate_up_bias, plan.gate_up)
+            if is_first
+            else (matrices.down, matrices.down_bias, plan.down)
+        )
+        rounds = matrices.rounds(matrix)
+        assert plan.gate_up.block_m == plan.down.block_m, "rows are sorted into tiles once"
+        assert x.stride(1) == 1, "the elements of a row lie side by side"
+        rounded = round_rows(x, matrix) if rounds else None
+        rows = x if rounded is None else rounded.codes
+        launch(
+            _experts_kernel,
+            (len(order.tiles), blocks_of(out.shape[1], tiles.block_n)),
+            rows,
+            None if rounded is None else rounded.scales,
+            *matrix.tensors,
+            bias,
+            out,
+            order.pairs,
+            order.tiles,
+            shares,
+            out.shape[1],
+            rows.stride(0),
+            0 if rounded is None else rounded.scales.stride(0),
+            shares.stride(0),
+            self.limit or 0.0,
+            plan.together or len(order.tiles),
+            DTYPE=TRITON_DTYPES[x.dtype],
+            **matrix.constants(rounds_activations=rounds),
+            TOP_K=shares.shape[1],
+            FIRST=is_first,
+            WEIGHS=self.weighs_input == is_first,
+            HAS_BIAS=bias is not None,
+            HAS_LIMIT=self.limit is not None,
+            KIND=KINDS[self.activation],
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_K=tiles.block_k,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+
+
 def apply_experts(
     matrices: ExpertMatrices,
     x: torch.Tensor,
@@ -196,88 +267,18 @@ def apply_experts(
     weighs_input: bool,
     *,
     batch_invariant: bool = True,
-    plan: ExpertPlan | None = None,
 ) -> torch.Tensor:
     """residual + the weighted sum of the experts' results. x, residual: [T, size] of one dtype, plain matrices' too.
-    routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights. batch_invariant,
-    plan: see `expert_tiles`."""
-    num_rows, size = x.shape
-    if num_rows == 0:
-        return x.new_empty(0, size)
-    num_experts, _, intermediate = matrices.down.shape
-    top_k = routing.shape[1] // 2
-    if plan is None:
-        pairs = num_rows * top_k / num_experts
-        plan = expert_tiles(matrices, x.dtype, pairs, x.device, batch_invariant=batch_invariant)
-    order = sort_by_expert(routing, num_experts, plan.gate_up.block_m)
-    inner = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
-    results = torch.empty(num_rows * top_k, size, dtype=x.dtype if plan.narrows else torch.float32, device=x.device)
-    shares = routing[:, top_k:]
-    gating = activation, limit, weighs_input
-    multiply(matrices, x, order, shares, inner, *gating, plan, is_first=True)
-    multiply(matrices, inner, order, shares, results, *gating, plan, is_first=False)
-    return combined(results, residual, x, top_k)
-
-
-def multiply(
-    matrices: ExpertMatrices,
-    x: torch.Tensor,
-    order: ExpertTiles,
-    shares: torch.Tensor,
-    out: torch.Tensor,
-    activation: str,
-    limit: float | None,
-    weighs_input: bool,
-    plan: ExpertPlan,
-    *,
-    is_first: bool,
-) -> None:
-    """One product of `apply_experts`. order: of the plan's tiles. out: [pairs, n]."""
-    matrix, bias, tiles = (
-        (matrices.gate_up, matrices.gate_up_bias, plan.gate_up)
-        if is_first
-        else (matrices.down, matrices.down_bias, plan.down)
-    )
-    rounds = matrices.rounds(matrix)
-    assert plan.gate_up.block_m == plan.down.block_m, "rows are sorted into tiles once"
-    assert x.stride(1) == 1, "the elements of a row lie side by side"
-    rounded = round_rows(x, matrix) if rounds else None
-    rows = x if rounded is None else rounded.codes
-    launch(
-        _experts_kernel,
-        (len(order.tiles), blocks_of(out.shape[1], tiles.block_n)),
-        rows,
-        None if rounded is None else rounded.scales,
-        *matrix.tensors,
-        bias,
-        out,
-        order.pairs,
-        order.tiles,
-        shares,
-        out.shape[1],
-        rows.stride(0),
-        0 if rounded is None else rounded.scales.stride(0),
-        shares.stride(0),
-        limit or 0.0,
-        plan.together or len(order.tiles),
-        DTYPE=TRITON_DTYPES[x.dtype],
-        **matrix.constants(rounds_activations=rounds),
-        TOP_K=shares.shape[1],
-        FIRST=is_first,
-        WEIGHS=weighs_input == is_first,
-        HAS_BIAS=bias is not None,
-        HAS_LIMIT=limit is not None,
-        KIND=KINDS[activation],
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+    routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights. batch_invariant:
+    see `expert_tiles`."""
+    if len(x) == 0:
+        return torch.empty_like(x)
+    pairs = len(x) * (routing.shape[1] // 2) / matrices.down.shape[0]
+    plan = expert_tiles(matrices, x.dtype, pairs, x.device, batch_invariant=batch_invariant)
+    return ExpertProducts(matrices, plan, activation, limit, weighs_input).apply(x, routing, residual)
 
 
 def combined(results: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, top_k: int) -> torch.Tensor:
-
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     launch(

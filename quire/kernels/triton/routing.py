@@ -110,7 +110,7 @@ def _route_kernel(
 
 
 def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
-    """Choose each token's experts (`Operations.route`). logits: [T, num_experts], rows of contiguous elements. Returns
+    """Choose each token's experts (`Operations.route`). logits: [T, num_experts], contiguous rows. Returns
     [T, 2 * top_k] float32."""
     assert logits.stride(1) == 1, "the elements of a row lie side by side"
     out = torch.empty(len(logits), 2 * routing.top_k, dtype=torch.float32, device=logits.device)
