@@ -96,6 +96,7 @@ def sweep_parts() -> list[Part]:
         Part("products", products, 60),
         Part("experts", python("benchmarks.gpu.expert_sweep", "--out", "{out}"), 75),
         Part("attention", python("benchmarks.gpu.attention_sweep", "--out", "{out}"), 60),
+        Part("delta", python("benchmarks.gpu.delta_sweep", "--out", "{out}"), 60),
         Part("families", python("benchmarks.gpu.families", "--out", "{out}"), 200),
         Part("images", python("benchmarks.gpu.images", "--out", "{out}"), 60),
         Part("draft-kernels", pytest_command(*DRAFT_TESTS), 150, ("--interpreted",)),

@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu import (
     attention_sweep,
     counters,
+    delta_sweep,
     drafts,
     engine,
     experiments,
@@ -154,6 +155,13 @@ def test_a_family_costs_what_its_weights_weigh(name: str) -> None:
     one = cost.work(engine.Step(1, 1, 1, 0, 0.0, 0.0))
     assert one.bytes / families.ITEMSIZE == pytest.approx(shape.active_parameters(), rel=0.02)
     assert one.operations == 2 * shape.active_parameters()
+
+
+def test_variants_of_the_delta_rule(run: Script, launches: list[str]) -> None:
+    """A step of the engine, a batch-invariant one, and two steps, the second from a state and kept rows."""
+    found = run(delta_sweep)
+    assert [record["variant"] for record in found] == ["engine", "batch-invariant", "engine, in two steps"]
+    assert {"_chunk_kernel", "_states_kernel", "_rule_kernel"} <= set(launches)
 
 
 def test_drafts_and_their_summary(run: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@
 (the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
 `QUIRE_TRITON_CACHE`, with their launchers and every kind of tiles that a model of these shapes needs: `make
 triton-cache`; the fourth only the two smallest kernels; the fifth what the sweeps of `benchmarks.gpu` compare,
-of experts alone with `experts` for `sweep`; the last for an engine of another Python, whose Triton
-is fetched by pip, or is the file that libtriton=FILE names) prints a line of
+of experts or delta rules alone with `experts` or `delta` for `sweep`; the last for an engine of another Python, whose
+Triton is fetched by pip, or is the file that libtriton=FILE names) prints a line of
 JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
 and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
 are no powers of two, shared memory or registers that do not suffice. Wrappers are called with tensors of the host,
@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,7 +43,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 
-from benchmarks.gpu import attention_sweep, expert_sweep
+from benchmarks.gpu import attention_sweep, delta_sweep, expert_sweep
 from benchmarks.gpu.product_sweep import ProductSweep
 from benchmarks.gpu.shapes import QWEN3_8B as QWEN3_8B_SHAPE
 from quire import envs
@@ -65,11 +66,12 @@ from quire.kernels.triton.activation import activation
 from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.delta_prompt import prompt_rule
 from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts, recall_drafts
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.encoder_attention import attend_both_ways
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
-from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
+from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, rule_parts, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.model_drafts import begin_pass, last_tokens, write_behind, write_guesses
 from quire.kernels.triton.norm import norm, sum_parts
@@ -462,12 +464,14 @@ def state_calls(*, complete: bool) -> Calls:
     states = DeviceStateStep(batch, {0: int32(256, 16)}, 512, {0: pages})
     qkv, gates, result = empty(8, width), empty(8, 64), empty(8, 4096)
     fast = replace(states, batch_invariant=False)
+    parts = rule_parts(rule, states)
     if not complete:
         fast = replace(fast, batch=replace(batch, max_query_len=1))
     return [
         lambda: short_convolution(convolution, qkv, empty(8, width), states),
         lambda: gated_delta_rule(rule, qkv, gates, result, states),
         lambda: gated_delta_rule(rule, qkv, gates, result, fast),
+        lambda: prompt_rule(rule, (qkv, gates, result, float32(8, 32)), parts, fast),
         lambda: gated_norm(GatedNormWeights(128, empty(128), 1e-6), result, result),
     ]
 
@@ -523,9 +527,12 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return tower_calls(capability)
     if "sweep" in words:
         products = ProductSweep(QWEN3_8B_SHAPE, torch.device("cpu"), empty=True)
-        return [*attention_sweep.dry_calls(), *products.calls(), *expert_sweep.dry_calls()]
+        sweeps = attention_sweep, expert_sweep, delta_sweep
+        return [*products.calls(), *chain.from_iterable(sweep.dry_calls() for sweep in sweeps)]
     if "experts" in words:
         return list(expert_sweep.dry_calls())
+    if "delta" in words:
+        return list(delta_sweep.dry_calls())
     if "index" in words:
         return [latent_call(capability, 512, top=2048)]
     calls = product_calls() + quantized_calls(capability, complete=complete) + attention_calls(capability)
