@@ -55,8 +55,8 @@ class Copy(subprocess.Popen[Any]):
 
 
 class Asked(msgspec.Struct):
-    """Request for a copy. numbers: of its files, in the order in which they are sent. ignored: signals. in_session: True
-    for a new session, without a terminal."""
+    """Request for a copy. numbers: of its files, in the order in which they are sent. ignored: signals. in_session:
+    True for a new session, without a terminal."""
 
     module: str
     name: str
