@@ -1,4 +1,4 @@
-"""What adapters cost on a CPU: python -m benchmarks.adapters [--quantization w8a8] [--rounds 5]
+"""Cost of adapters: python -m benchmarks.adapters [--device cuda] [--quantization w8a8] [--rounds 5]
 
 Qwen3-0.6B's shape with dummy weights and random adapters of rank 16. One engine runs the same requests with adapters
 and without, in turns; steps without adapters run the program that has none. Each row of the table is a target: 16
@@ -100,6 +100,7 @@ def run(llm: LLM, case: Case, adapters: list[LoRARequest] | None) -> tuple[float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quantization", default=None, help="of the base (default: bfloat16)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, where CPU seconds are the host's alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None, help="of the engine (default: its own choice)")
     parser.add_argument("--cases", default="", help="parts of the names of the cases to run, with commas between")
@@ -117,6 +118,7 @@ def main() -> None:
         requests = [LoRARequest(path.name, 1 + number, str(path)) for number, path in enumerate(paths)]
         with LLM(
             str(base),
+            device=arguments.device,
             load_format="dummy",
             dtype="bfloat16",
             quantization=arguments.quantization,
@@ -142,7 +144,8 @@ def main() -> None:
                 aim = None if case.aims is None else case.aims[arguments.quantization is not None]
                 results.append({"case": case.name, "aim": aim, "cpu_seconds": cpu, "seconds": seconds})
                 print(f"{case.name:>38}: {cpu:5.1f} % more CPU seconds, {seconds:5.1f} % more seconds; aim {aim} %")
-    print(json.dumps({"weights": arguments.quantization or "bfloat16", "results": results}))
+    weights = arguments.quantization or "bfloat16"
+    print(json.dumps({"device": arguments.device, "weights": weights, "results": results}))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""Drafts: python -m benchmarks.gpu.drafts --out FILE [--method ngram|model] [--tiny]
+"""Drafts: python -m benchmarks.gpu.drafts --out FILE [--methods ngram,model,parallel,head] [--tiny]
 
-Two engines of Qwen3-8B's shape and random weights, without drafts and with them, one after the other, with the same
+Engines of Qwen3-8B's shape and random weights, without drafts and with them, one after the other, with the same
 requests: greedy and sampled, one sequence and several. n-grams: over prompts that repeat themselves and among so few
-tokens that some drafts are right. --method model: a model of 1/20 the bytes makes the drafts, and an oracle puts the
-tokens of the run without drafts in their place, right with probability 0.7. Under `batch_invariant` tokens must be
-equal; time by step and by token. --tiny: a tiny shape in Triton's interpreter, to try the script.
+tokens that some drafts are right. model: a model of 1/20 the bytes makes the drafts, parallel: the same in one pass
+(PARD), head: an EAGLE-3 head; an oracle puts the tokens of the run without drafts in their place, right with
+probability 0.7. Under `batch_invariant` tokens must be equal; time by step and by token. --tiny: a tiny shape in
+Triton's interpreter, to try the script.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,9 +40,17 @@ SPECULATION = {
 }
 ALLOWED = [11, 12, 13, 14]
 """The tokens that come out: looked-up ones are often, and not always, drawn."""
-OF_MODEL = {"method": "draft_model", "num_speculative_tokens": 4, "oracle": 0.7}
+OF_MODEL: Mapping[str, Mapping[str, Any]] = {
+    "model": {"method": "draft_model"},
+    "parallel": {"method": "draft_model", "parallel_drafting": True},
+    "head": {"method": "eagle3"},
+}
 DRAFT = Shape(1024, 3072, 12, 16, 8, 128, 151936)
 """Makes drafts for Qwen3-8B: 0.19 billion weights in its layers, and 0.16 in its projection to the vocabulary."""
+PARALLEL_KEYS = {"pard_token": 3}
+HEAD_KEYS = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+TINY_KEYS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1]}}
+"""What the configuration of a head has besides that of the model it drafts for, whose tables it shares."""
 PERIOD = 16
 """Tokens after which a prompt repeats itself."""
 
@@ -129,46 +139,68 @@ def step_seconds(run: Run) -> float:
     )
 
 
-def measured(shape: Shape, options: dict[str, Any], speculation: dict[str, Any], *, tiny: bool) -> Iterator[Record]:
-    """A record of each case. Raises RuntimeError where tokens differ, or no draft at all was accepted, or rejected."""
+def measured(
+    shape: Shape, options: dict[str, Any], speculations: Mapping[str, Mapping[str, Any]], *, tiny: bool
+) -> Iterator[Record]:
+    """A record of each case of each method. Raises RuntimeError where tokens differ, or no draft at all was accepted,
+    or rejected."""
     plain, seconds = run_all(shape, options, tiny=tiny)
     yield {"what": "ready", "drafts": 0, "seconds": seconds}
-    gc.collect()
-    torch.cuda.empty_cache()
-    options = options | {"speculative_config": speculation}
-    drafting, seconds = run_all(shape, options, tiny=tiny, recorded=plain if "oracle" in speculation else NO_RUNS)
-    yield {"what": "ready", "drafts": speculation["num_speculative_tokens"], "seconds": seconds}
-    found = [{"what": "drafts", "case": name, **compared(plain[name], run)} for name, run in drafting.items()]
-    yield from found
-    if wrong := [record["case"] for record in found if record["differing"]]:
-        raise RuntimeError(f"other tokens than without drafts: {', '.join(wrong)}")
-    num_drafts, num_accepted = (sum(record[key] for record in found) for key in ("num_drafts", "num_accepted"))
-    if not 0 < num_accepted < num_drafts:
-        raise RuntimeError(f"{num_accepted} of {num_drafts} drafts were accepted: that tries one of the two alone")
+    for method, speculation in speculations.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        given = options | {"speculative_config": speculation}
+        drafting, seconds = run_all(shape, given, tiny=tiny, recorded=plain if "oracle" in speculation else NO_RUNS)
+        yield {"what": "ready", "method": method, "drafts": speculation["num_speculative_tokens"], "seconds": seconds}
+        found = [
+            {"what": "drafts", "method": method, "case": name, **compared(plain[name], run)}
+            for name, run in drafting.items()
+        ]
+        yield from found
+        if wrong := [record["case"] for record in found if record["differing"]]:
+            raise RuntimeError(f"{method}: other tokens than without drafts: {', '.join(wrong)}")
+        num_drafts, num_accepted = (sum(record[key] for record in found) for key in ("num_drafts", "num_accepted"))
+        if not 0 < num_accepted < num_drafts:
+            raise RuntimeError(f"{method}: {num_accepted} of {num_drafts} drafts were accepted: that tries one alone")
+
+
+def write_drafter(method: str, directory: Path, *, tiny: bool) -> Path:
+    """Directory of the model, or head, that makes drafts by `method`."""
+    shape = TINY if tiny else QWEN3_8B if method == "head" else DRAFT
+    added = {"head": HEAD_KEYS | (TINY_KEYS if tiny else {}), "parallel": PARALLEL_KEYS}.get(method, {})
+    (shape.write(directory) / "config.json").write_text(json.dumps(shape.config() | added))
+    return directory
+
+
+def speculation(method: str, directory: Path, *, tiny: bool) -> Mapping[str, Any]:
+    """`speculative_config` of a method. directory: for the model that makes drafts."""
+    if method == "ngram":
+        return SPECULATION
+    drafter = write_drafter(method, directory / method, tiny=tiny)
+    return {**OF_MODEL[method], "num_speculative_tokens": 4, "oracle": 0.7, "model": str(drafter)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--method", choices=("ngram", "model"), default="ngram")
+    parser.add_argument("--methods", default="ngram", help=f"of ngram, {', '.join(OF_MODEL)}, with commas between")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
+    methods = arguments.methods.split(",")
+    if unknown := sorted({*methods} - {"ngram", *OF_MODEL}):
+        parser.error(f"no method {', '.join(unknown)}")
     emit, tiny = records.writer(arguments.out), arguments.tiny
     options = {**WHERE[tiny], "max_num_seqs": 4 if tiny else 32}
     if not tiny:
         # Room for both engines, though the first one's memory may come back late.
         options |= {"batch_invariant": True, "max_model_len": 4096, "num_blocks_override": 2048}
-    part = "drafts" if arguments.method == "ngram" else "drafts of a model"
     with tempfile.TemporaryDirectory() as directory:
-        speculation = dict(SPECULATION)
-        if arguments.method == "model":
-            smaller = (TINY if tiny else DRAFT).write(Path(directory) / "draft")
-            speculation = {**OF_MODEL, "model": str(smaller)}
+        speculations = {method: speculation(method, Path(directory), tiny=tiny) for method in methods}
         try:
-            for record in measured(TINY if tiny else QWEN3_8B, options, speculation, tiny=tiny):
-                emit({"part": part, **record})
+            for record in measured(TINY if tiny else QWEN3_8B, options, speculations, tiny=tiny):
+                emit({"part": "drafts", **record})
         except Exception as error:
-            emit({"part": part, "what": "drafts", "error": f"{type(error).__name__}: {str(error)[:500]}"})
+            emit({"part": "drafts", "what": "drafts", "error": f"{type(error).__name__}: {str(error)[:500]}"})
             raise
 
 

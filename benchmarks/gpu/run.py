@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,6 +53,7 @@ TESTS = (
 )
 """The rest, in the time that is left."""
 DRAFT_TESTS = "tests/kernels/triton/test_drafts.py", "tests/gpu/test_drafts.py"
+MODEL_DRAFTS = "model,parallel,head"
 REHEARSED_TESTS = ("tests/kernels/triton/test_norm.py", "tests/gpu/test_synchronising.py")
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -92,23 +94,29 @@ def sweep_parts() -> list[Part]:
     products = python("benchmarks.gpu.experiments", "--out", "{out}", "--what", "products", "--seconds", "45")
     return [
         Part("products", products, 60),
+        Part("experts", python("benchmarks.gpu.expert_sweep", "--out", "{out}"), 75),
         Part("attention", python("benchmarks.gpu.attention_sweep", "--out", "{out}"), 60),
+        Part("delta", python("benchmarks.gpu.delta_sweep", "--out", "{out}"), 60),
         Part("families", python("benchmarks.gpu.families", "--out", "{out}"), 200),
+        Part("images", python("benchmarks.gpu.images", "--out", "{out}"), 60),
         Part("draft-kernels", pytest_command(*DRAFT_TESTS), 150, ("--interpreted",)),
         Part("drafts", python("benchmarks.gpu.drafts", "--out", "{out}"), 180),
-        Part("model-drafts", python("benchmarks.gpu.drafts", "--out", "{out}", "--method", "model"), 180),
+        Part(
+            "model-drafts", python("benchmarks.gpu.drafts", "--out", "{out}", "--methods", "model,parallel,head"), 180
+        ),
     ]
+
+
+def _engine_part(peer_path: str, name: str, engine: str, seconds: float, *words: str, least: float = 10.0) -> Part:
+    theirs = {**VLLM_ENVIRONMENT, "PYTHONPATH": os.pathsep.join((os.environ.get("PYTHONPATH", ""), peer_path))}
+    command = python("benchmarks.gpu.side_by_side", engine, "--out", "{out}", "--part", name, *words)
+    return Part(name, command, seconds, least=least, environment=theirs if engine == "vllm" else {})
 
 
 def side_by_side_parts(peer_path: str) -> list[Part]:
     """Quire, then vLLM, each alone on the card; then both with weights of 8 bits, and one stream of Quire again: the
     card's clocks may have changed."""
-    theirs = {**VLLM_ENVIRONMENT, "PYTHONPATH": os.pathsep.join((os.environ.get("PYTHONPATH", ""), peer_path))}
-
-    def part(name: str, engine: str, seconds: float, *words: str, least: float = 10.0) -> Part:
-        command = python("benchmarks.gpu.side_by_side", engine, "--out", "{out}", "--part", name, *words)
-        return Part(name, command, seconds, least=least, environment=theirs if engine == "vllm" else {})
-
+    part = partial(_engine_part, peer_path)
     return [
         Part("machine", python("benchmarks.gpu.machine", "--out", "{out}"), 20),
         part("quire", "quire", 60),
@@ -117,6 +125,12 @@ def side_by_side_parts(peer_path: str) -> list[Part]:
         part("quire-again", "quire", 20, "--workloads", "single"),
         part("vllm-fp8", "vllm", 140, "--format", "fp8", least=100.0),
     ]
+
+
+def experts_parts(peer_path: str) -> list[Part]:
+    """Only what --parts names: both engines on a model with experts."""
+    part, words = partial(_engine_part, peer_path), ("--model", "qwen3-30b-a3b")
+    return [part("quire-experts", "quire", 70, *words), part("vllm-experts", "vllm", 220, *words, least=100.0)]
 
 
 def choose(parts: Sequence[Part], names: str | None, sweeps: Sequence[Part] = ()) -> list[Part]:
@@ -207,7 +221,7 @@ def main() -> int:
     beside = side_by_side_parts(str(STAND_INS) if is_rehearsal else arguments.peer_path)
     usual = beside if arguments.side_by_side else first_parts() + (beside[1:] if is_rehearsal else [])
     try:
-        parts = choose(usual, arguments.parts, sweep_parts())
+        parts = choose(usual, arguments.parts, sweep_parts() + experts_parts(arguments.peer_path))
     except ValueError as error:
         parser.error(str(error))
     seconds = arguments.seconds or (SIDE_BY_SIDE_SECONDS if arguments.side_by_side else FIRST_SECONDS)

@@ -1,7 +1,7 @@
 """One engine on the workloads that Quire and vLLM are compared on: python -m benchmarks.gpu.side_by_side quire|vllm
---out FILE [--format bf16|fp8] [--workloads NAMES] [--tiny]
+--out FILE [--model qwen3-8b|qwen3-30b-a3b] [--format bf16|fp8] [--workloads NAMES] [--tiny]
 
-The engine has the card to itself: shape of Qwen3-8B, random weights, the same token ids, greedy, all tokens whatever
+The engine has the card to itself: the model's shape, random weights, the same token ids, greedy, all tokens whatever
 the model says, no prefix cache, no detokenising, 8,192 tokens a step. Each workload runs once to compile and warm, then
 ROUNDS times. vLLM's process imports nothing of Quire but this folder's files of the standard library alone.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.gpu import records
+from benchmarks.gpu.family_shapes import QWEN3_MOE
 from benchmarks.gpu.shapes import QWEN3_8B, TINY
 from benchmarks.gpu.workloads import RAGGED_WORK, TINY_RAGGED, TINY_WORK, Work, Workload
 
@@ -35,8 +36,9 @@ WORKLOADS: Mapping[str, Work] = {
     "prompt of 32K": Workload(1, 32768, 1),
     "ragged": RAGGED_WORK,
 }
+SHAPES = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_MOE}
 NARROW = ("single", "32 streams", "256 streams", "prompts of 8K")
-"""What runs with weights of 8 bits."""
+"""What runs with weights of 8 bits, and with experts."""
 TINY_WORKLOADS: Mapping[str, Work] = {"single": TINY_WORK, "ragged": TINY_RAGGED}
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 Generate = Callable[[list[list[int]], list[int]], list[int]]
@@ -119,15 +121,18 @@ def main() -> None:
     parser.add_argument("engine", choices=("quire", "vllm"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", default="", help="the name in the records")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="qwen3-8b")
     parser.add_argument("--format", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--workloads", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--tiny", action="store_true", help="in Triton's interpreter; vLLM: a stand-in")
     arguments = parser.parse_args()
     began, emit = time.perf_counter(), records.writer(arguments.out)
-    shape, works = (TINY, TINY_WORKLOADS) if arguments.tiny else (QWEN3_8B, WORKLOADS)
-    names = NARROW if arguments.format != "bf16" else tuple(works)
+    shape = TINY if arguments.tiny else SHAPES[arguments.model]
+    works = TINY_WORKLOADS if arguments.tiny else WORKLOADS
+    names = tuple(works) if (arguments.model, arguments.format) == ("qwen3-8b", "bf16") else NARROW
     names = tuple(arguments.workloads.split(",")) if arguments.workloads else names
-    base = {"part": arguments.part or arguments.engine, "engine": arguments.engine, "format": arguments.format}
+    kind = {"engine": arguments.engine, "model": arguments.model, "format": arguments.format}
+    base = {"part": arguments.part or arguments.engine, **kind}
     opened = open_quire if arguments.engine == "quire" else open_vllm
     with tempfile.TemporaryDirectory() as directory:
         model = str(shape.write(Path(directory) / "model"))

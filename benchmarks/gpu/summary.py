@@ -84,19 +84,21 @@ def _engine(found: Sequence[Record]) -> list[str]:
 
 def _comparison(found: Sequence[Record]) -> list[str]:
     """Output tokens/s of both engines, and Quire's share of vLLM's time. Of one that ran twice, the later counts."""
-    speeds: dict[tuple[str, str], dict[str, float]] = {}
+    speeds: dict[tuple[str, str, str], dict[str, float]] = {}
     for record in _of(found, "workload"):
         name = record["part"] if record["part"] == "quire-again" else record["engine"]
-        case = (record["format"], record["workload"])
+        case = (record["model"], record["format"], record["workload"])
         speeds.setdefault(case, {})[name] = record["output_tokens_per_second"]
     lines, ratios = [], []
-    for (weights, workload), of in speeds.items():
+    for (model, weights, workload), of in speeds.items():
         both = [of[engine] for engine in ("quire", "vllm") if engine in of]
         if len(both) == 2:
             ratios.append(both[0] / both[1])
         ratio = f"  x {both[0] / both[1]:.3f}" if len(both) == 2 else ""
         lines.append(
-            f"{weights:5}{workload:16}" + "".join(f"{engine} {speed:.1f}  " for engine, speed in of.items()) + ratio
+            f"{model:14}{weights:5}{workload:16}"
+            + "".join(f"{engine} {speed:.1f}  " for engine, speed in of.items())
+            + ratio
         )
     if ratios:
         lines.append(f"geometric mean of {len(ratios)}: {geometric_mean(ratios):.3f} (above 1: Quire is faster)")
@@ -157,38 +159,39 @@ def _experiments(found: Sequence[Record]) -> list[str]:
 
 
 def _products(found: Sequence[Record]) -> list[str]:
-    """The fastest ways to multiply with each quantised matrix, and the present one."""
+    """The fastest ways to multiply with each matrix, and the one that was measured first."""
     measured = [record for record in _of(found, "product") if "seconds" in record]
     lines = []
     for case in dict.fromkeys((record["format"], record["matrix"], record["m"]) for record in measured):
         ways = [record for record in measured if (record["format"], record["matrix"], record["m"]) == case]
+        first = ways[0]
         ways.sort(key=_seconds)
-        shown = ways[:4] + [way for way in ways[4:] if way["variant"] == "present"]
+        shown = ways[:4] + [way for way in ways[4:] if way is first]
         lines.append("{} {}, {} rows".format(*case))
         for way in shown:
             wrong = "" if way["nan"] == 0 and way["error of all"] < 0.02 else f" WRONG by {way['error of all']:.3g}"
-            lines.append(f"  {way['seconds'] * 1e6:9.1f} us {way['variant']}{wrong}")
+            share = f"{way['share']:7.1%} " if "share" in way else ""
+            lines.append(f"  {way['seconds'] * 1e6:9.1f} us {share}{way['variant']}{wrong}")
     for record in _of(found, "bits of few rows"):
         lines.append(f"bits of few rows, {record['format']}: {record.get('differing', record.get('error'))} differing")
-    return ["", "== Ways to multiply with quantised matrices", *lines] if lines else []
+    return ["", "== Ways to multiply, and their share of the limit", *lines] if lines else []
 
 
 def _drafts(found: Sequence[Record]) -> list[str]:
     """Each case with drafts against the same without; other tokens are marked."""
 
     def line(record: Record) -> str:
+        method = record.get("method", "plain")
         if record["what"] == "ready":
-            return f"{record['drafts']} drafts: ready after {record['seconds']:.1f} s"
+            return f"{method}, {record['drafts']} drafts: ready after {record['seconds']:.1f} s"
         mark = f" OTHER TOKENS in {record['differing']} of {record['num_seqs']}" if record["differing"] else ""
         steps = f"{record['step_seconds'] * 1e3:.2f} ms a step ({record['plain_step_seconds'] * 1e3:.2f} without)"
         speed = f"{record['plain_token_seconds'] / record['token_seconds']:.2f} x the tokens/s"
-        return f"{record['case']}: {record['num_accepted']} of {record['num_drafts']} accepted, {steps}, {speed}{mark}"
+        accepted = f"{record['num_accepted']} of {record['num_drafts']} accepted"
+        return f"{method}, {record['case']}: {accepted}, {steps}, {speed}{mark}"
 
-    lines = []
-    for part in ("drafts", "drafts of a model"):
-        shown = [record for record in found if record["part"] == part and record["what"] in ("ready", "drafts")]
-        lines += _section(part.capitalize(), shown, line)
-    return lines
+    shown = [record for record in found if record["part"] == "drafts" and record["what"] in ("ready", "drafts")]
+    return _section("Drafts", shown, line)
 
 
 def _seconds(record: Record) -> float:

@@ -13,6 +13,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from tests.e2e.draft_models import changed, guesses_two_tokens, parallel
+from tests.e2e.test_heads_on_device import HEADS, save
 from tests.gpu.conftest import complete, generate, open_engine, tokens, with_graphs
 from tests.gpu.test_synchronising import no_synchronising
 from tests.models.conftest import SavedModel
@@ -81,6 +82,15 @@ def test_a_model_makes_drafts_in_one_pass(options: dict[str, Any], saved_model: 
     other = parallel(changed(directory, tmp_path / "other", guesses_two_tokens), tmp_path / "parallel")
     given = {"model": str(other), "num_speculative_tokens": 3, "parallel_drafting": True}
     compare(directory, given, INVARIANT | options)
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, with_graphs("full_and_piecewise")], ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "eagle3" else ON_CARD_ALONE) for name in HEADS]
+)
+def test_a_head_makes_drafts(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    directory, given = save(name, tmp_path)
+    compare(Path(directory), given, INVARIANT | options)
 
 
 @cache

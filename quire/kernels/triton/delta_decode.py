@@ -8,11 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.config.model_shape import STATE_BORDER
+from quire.kernels.triton.delta_common import BORDER
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS
 from quire.kernels.triton.runtime import bound, narrow
-
-BORDER = tl.constexpr(STATE_BORDER)
 
 
 @triton.jit(do_not_specialize_on_alignment=BATCH_COLUMNS)

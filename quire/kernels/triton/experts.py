@@ -4,15 +4,17 @@ expert, so the host never waits. Additions run in order."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import KINDS, activate
-from quire.kernels.triton.matmul import ProductTiles, stored_tiles
+from quire.kernels.triton.attention_tiles import DeviceLimits
+from quire.kernels.triton.matmul import GROUP_M, ProductTiles, grouped, stored_tiles
 from quire.kernels.triton.quantize_rows import round_rows
-from quire.kernels.triton.routing import sort_by_expert
+from quire.kernels.triton.routing import ExpertTiles, sort_by_expert
 from quire.kernels.triton.runtime import blocks_of, launch, narrow
 from quire.kernels.triton.weight_formats import PLAIN, StoredMatrix, product
 
@@ -25,7 +27,7 @@ FEW_ROWS = 16
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["together"])
 def _experts_kernel(
     x,
     x_scales,
@@ -43,6 +45,7 @@ def _experts_kernel(
     x_scale_stride,
     shares_stride,
     limit,
+    together,
     DTYPE: tl.constexpr,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -59,9 +62,11 @@ def _experts_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """FIRST: activation(gate) * up of x's rows, to the pair's row of out; else down of the pair's row of x, in float32.
-    WEIGHS: the pair's weight multiplies input (FIRST) or output."""
-    tile = tl.program_id(0)
+    """FIRST: activation(gate) * up of x's rows, to the pair's row of out; else down of the pair's row of x. WEIGHS: the
+    pair's weight multiplies input (FIRST) or output. together: see ExpertPlan."""
+    num_tiles = tl.num_programs(0)
+    program = tl.program_id(1) * num_tiles + tl.program_id(0)
+    tile, block = grouped(program, num_tiles, tl.num_programs(1), together)
     expert = tl.load(tiles + 3 * tile).to(tl.int64)
     if expert >= 0:
         places = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
@@ -69,7 +74,7 @@ def _experts_kernel(
         row_inside = places < end
         # Rows and columns beyond the end repeat the last: nothing out of range is read, and they are not stored.
         pair = tl.load(pairs + tl.minimum(places, end - 1)).to(tl.int64)
-        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
         column_inside = columns < n
         column = tl.minimum(columns, n - 1).to(tl.int64)
         share = tl.load(shares + (pair // TOP_K) * shares_stride + pair % TOP_K)
@@ -78,7 +83,7 @@ def _experts_kernel(
         rows = expert * PARTS * n + column
         if FIRST:
             both = tl.arange(0, 2 * BLOCK_N)
-            of_part = tl.minimum(tl.program_id(1) * BLOCK_N + both // 2, n - 1) + both % 2 * n
+            of_part = tl.minimum(block * BLOCK_N + both // 2, n - 1) + both % 2 * n
             rows = expert * PARTS * n + of_part
         first = product(
             x + row * x_stride, x_scales + row * x_scale_stride if ROUNDED else row, share, codes, scales, offsets,
@@ -111,8 +116,8 @@ def _combine_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     total = tl.zeros((BLOCK,), tl.float32)
-    for place in range(TOP_K):
-        total += tl.load(results + (row * TOP_K + place) * width + columns, mask=inside, other=0.0)
+    for place in tl.static_range(TOP_K):
+        total += tl.load(results + (row * TOP_K + place) * width + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         total += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, narrow(total, out.dtype.element_ty), mask=inside)
@@ -130,18 +135,55 @@ class ExpertMatrices:
     down_bias: torch.Tensor | None
     rounds_activations: bool = False
 
+    def rounds(self, matrix: StoredMatrix) -> bool:
+        """True if `matrix` multiplies rounded rows."""
+        return self.rounds_activations and matrix.multiplies_bytes
 
-def expert_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds: bool, is_first: bool, few: bool) -> ProductTiles:
-    """Tiles of a product with experts' matrices. is_first: of gate and up, whose columns alternate. few: for few pairs
-    per expert, with other bits."""
-    tiles = stored_tiles(matrix, dtype, rounds_activations=rounds)
-    num_warps = 8 if is_first else tiles.num_warps
-    tiles = replace(tiles, block_n=EXPERT_COLUMNS, num_warps=num_warps, num_stages=3)
-    if not few:
-        return tiles
-    # Of nine ways tried on an H100, the fastest at 1, 32 and 256 rows of Qwen3-30B-A3B, by 5 to 9 %.
-    block_k = 2 * tiles.block_k if matrix.kind == PLAIN.value and dtype != torch.float32 else tiles.block_k
-    return replace(tiles, block_m=FEW_ROWS, block_k=block_k, num_warps=4)
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """Tiles of both products, of equal `block_m`. together: rows of tiles whose programs run side by side, column by
+    column, to share operands in the L2 cache; 0: all. narrows: down's results have x's dtype, not float32."""
+
+    gate_up: ProductTiles
+    down: ProductTiles
+    together: int = 0
+    narrows: bool = False
+
+
+MANY_TILES = (
+    (96, ExpertPlan(ProductTiles(128, 128, 64, 8, 3), ProductTiles(128, 128, 64, 8, 3), together=8, narrows=True)),
+)
+"""Least rows per expert, and tiles from there on, of 16-bit matrices on Hopper."""
+
+
+def expert_tiles(
+    matrices: ExpertMatrices, dtype: torch.dtype, pairs: float, device: torch.device, *, batch_invariant: bool
+) -> ExpertPlan:
+    """Tiles of a step. dtype: x's. pairs: rows per expert. batch_invariant: the same for any number of rows."""
+    is_narrow = dtype != torch.float32
+    if not batch_invariant and is_narrow and matrices.gate_up.kind == matrices.down.kind == PLAIN.value:
+        for least, plan in MANY_TILES if has_room_for_many(device) else ():
+            if pairs >= least:
+                return plan
+    few = not batch_invariant and pairs <= FEW_ROWS
+    tiles = []
+    for matrix, is_first in ((matrices.gate_up, True), (matrices.down, False)):
+        usual = stored_tiles(matrix, dtype, rounds_activations=matrices.rounds(matrix))
+        usual = replace(usual, block_n=EXPERT_COLUMNS, num_warps=8 if is_first else usual.num_warps, num_stages=3)
+        # Of nine ways tried on an H100, the fastest at 1, 32 and 256 rows of Qwen3-30B-A3B, by 5 to 9 %.
+        block_k = 2 * usual.block_k if matrix.kind == PLAIN.value and is_narrow else usual.block_k
+        tiles.append(replace(usual, block_m=FEW_ROWS, block_k=block_k, num_warps=4) if few else usual)
+    return ExpertPlan(*tiles, together=0 if few else GROUP_M)
+
+
+@lru_cache
+def has_room_for_many(device: torch.device) -> bool:
+    """True on cards with Hopper's shared memory, and without a card."""
+    if device.type != "cuda":
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (9, 0) and DeviceLimits(capability).shared_memory >= DeviceLimits().shared_memory
 
 
 def apply_experts(
@@ -154,68 +196,88 @@ def apply_experts(
     weighs_input: bool,
     *,
     batch_invariant: bool = True,
+    plan: ExpertPlan | None = None,
 ) -> torch.Tensor:
     """residual + the weighted sum of the experts' results. x, residual: [T, size] of one dtype, plain matrices' too.
     routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights. batch_invariant: a
-    row's bits do not depend on the number of rows."""
+    row's bits do not depend on the number of rows. plan: tiles (`expert_tiles`)."""
     num_rows, size = x.shape
     if num_rows == 0:
         return x.new_empty(0, size)
     num_experts, _, intermediate = matrices.down.shape
     top_k = routing.shape[1] // 2
-    few = not batch_invariant and num_rows * top_k <= FEW_ROWS * num_experts
-    parts = []
-    for matrix, is_first in ((matrices.gate_up, True), (matrices.down, False)):
-        rounds = matrices.rounds_activations and matrix.multiplies_bytes
-        parts.append((matrix, expert_tiles(matrix, x.dtype, rounds=rounds, is_first=is_first, few=few), rounds))
-    gate_up, down = parts
-    block_m = gate_up[1].block_m
-    order = sort_by_expert(routing, num_experts, block_m)
+    if plan is None:
+        pairs = num_rows * top_k / num_experts
+        plan = expert_tiles(matrices, x.dtype, pairs, x.device, batch_invariant=batch_invariant)
+    order = sort_by_expert(routing, num_experts, plan.gate_up.block_m)
     inner = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
-    results = torch.empty(num_rows * top_k, size, dtype=torch.float32, device=x.device)
+    results = torch.empty(num_rows * top_k, size, dtype=x.dtype if plan.narrows else torch.float32, device=x.device)
     shares = routing[:, top_k:]
-    for source, (matrix, tiles, rounds), bias, out, is_first in (
-        (x, gate_up, matrices.gate_up_bias, inner, True),
-        (inner, down, matrices.down_bias, results, False),
-    ):
-        assert tiles.block_m == block_m, "rows are sorted into tiles once"
-        assert source.stride(1) == 1, "the elements of a row lie side by side"
-        rounded = round_rows(source, matrix) if rounds else None
-        rows = source if rounded is None else rounded.codes
-        launch(
-            _experts_kernel,
-            (len(order.tiles), blocks_of(out.shape[1], tiles.block_n)),
-            rows,
-            None if rounded is None else rounded.scales,
-            *matrix.tensors,
-            bias,
-            out,
-            order.pairs,
-            order.tiles,
-            shares,
-            out.shape[1],
-            rows.stride(0),
-            0 if rounded is None else rounded.scales.stride(0),
-            shares.stride(0),
-            limit or 0.0,
-            DTYPE=TRITON_DTYPES[x.dtype],
-            **matrix.constants(rounds_activations=rounds),
-            TOP_K=top_k,
-            FIRST=is_first,
-            WEIGHS=weighs_input == is_first,
-            HAS_BIAS=bias is not None,
-            HAS_LIMIT=limit is not None,
-            KIND=KINDS[activation],
-            BLOCK_M=block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_K=tiles.block_k,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
-    return _combined(results, residual, x, top_k)
+    gating = activation, limit, weighs_input
+    multiply(matrices, x, order, shares, inner, *gating, plan, is_first=True)
+    multiply(matrices, inner, order, shares, results, *gating, plan, is_first=False)
+    return combined(results, residual, x, top_k)
 
 
-def _combined(results: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, top_k: int) -> torch.Tensor:
+def multiply(
+    matrices: ExpertMatrices,
+    x: torch.Tensor,
+    order: ExpertTiles,
+    shares: torch.Tensor,
+    out: torch.Tensor,
+    activation: str,
+    limit: float | None,
+    weighs_input: bool,
+    plan: ExpertPlan,
+    *,
+    is_first: bool,
+) -> None:
+    """One product of `apply_experts`. order: of the plan's tiles. shares: [T, top_k] float32. out: [pairs, n]."""
+    matrix, bias, tiles = (
+        (matrices.gate_up, matrices.gate_up_bias, plan.gate_up)
+        if is_first
+        else (matrices.down, matrices.down_bias, plan.down)
+    )
+    rounds = matrices.rounds(matrix)
+    assert plan.gate_up.block_m == plan.down.block_m, "rows are sorted into tiles once"
+    assert x.stride(1) == 1, "the elements of a row lie side by side"
+    rounded = round_rows(x, matrix) if rounds else None
+    rows = x if rounded is None else rounded.codes
+    launch(
+        _experts_kernel,
+        (len(order.tiles), blocks_of(out.shape[1], tiles.block_n)),
+        rows,
+        None if rounded is None else rounded.scales,
+        *matrix.tensors,
+        bias,
+        out,
+        order.pairs,
+        order.tiles,
+        shares,
+        out.shape[1],
+        rows.stride(0),
+        0 if rounded is None else rounded.scales.stride(0),
+        shares.stride(0),
+        limit or 0.0,
+        plan.together or len(order.tiles),
+        DTYPE=TRITON_DTYPES[x.dtype],
+        **matrix.constants(rounds_activations=rounds),
+        TOP_K=shares.shape[1],
+        FIRST=is_first,
+        WEIGHS=weighs_input == is_first,
+        HAS_BIAS=bias is not None,
+        HAS_LIMIT=limit is not None,
+        KIND=KINDS[activation],
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def combined(results: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, top_k: int) -> torch.Tensor:
+    """residual + each row's results."""
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     launch(

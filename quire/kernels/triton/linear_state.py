@@ -1,6 +1,6 @@
 """Layers with recurrent state on a device: short convolution, gated delta rule and gated norm, as `layers/states.py`
 defines them. Prompts and decodes have the same tiles, so bits depend only on the sequence; without `batch_invariant`,
-`delta_decode.py` decodes."""
+`delta_decode.py` decodes and `delta_prompt.py` computes prompts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 from quire.attention.device_batch import DeviceStateStep
-from quire.config.model_shape import STATE_BORDER
 from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, DeltaRule, GatedNormWeights, StatePart
 from quire.kernels.triton.activation import KINDS, SILU, activate
+from quire.kernels.triton.delta_common import BORDER, product, step_of
 from quire.kernels.triton.delta_decode import decode_rule_kernel
+from quire.kernels.triton.delta_prompt import LEAST_TOKENS, prompt_rule
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_of_token
-from quire.kernels.triton.runtime import INTERPRETED, blocks_of, bound, interpreted_dot, launch, narrow, next_power_of_2
+from quire.kernels.triton.runtime import blocks_of, bound, launch, narrow, next_power_of_2
 
 CHANNELS = 1024
 """Channels per program of the convolution."""
@@ -27,17 +28,9 @@ COLUMNS = 32
 """Maximum columns of the state that one program updates."""
 SMALLEST_TILE = 16
 """Rows of the smallest product tile."""
+MAX_TOKENS = 2**31 - 1
 NO_ACTIVATION = tl.constexpr(-1)
-BORDER = tl.constexpr(STATE_BORDER)
 ROWS = tl.constexpr(TILE)
-
-
-@triton.jit
-def _step_of(query_start, seq_lens, sequence):
-    """Sequence's first token in the step, and its token counts before and after."""
-    first = tl.load(query_start + sequence)
-    length = tl.load(seq_lens + sequence)
-    return first, length - (tl.load(query_start + sequence + 1) - first), length
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=BATCH_COLUMNS)
@@ -69,7 +62,7 @@ def _convolution_kernel(
     if token >= tl.load(query_start + num_seqs):
         return
     sequence = sequence_of_token(query_start, token, num_seqs)
-    first, start, _ = _step_of(query_start, seq_lens, sequence)
+    first, start, _ = step_of(query_start, seq_lens, sequence)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < channels
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
@@ -112,7 +105,7 @@ def _keep_inputs_kernel(
 ):
     """Program (sequence, BLOCK channels): writes the last inputs of every block of the step."""
     sequence = tl.program_id(0)
-    first, start, length = _step_of(query_start, seq_lens, sequence)
+    first, start, length = step_of(query_start, seq_lens, sequence)
     if length == start:
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -176,16 +169,6 @@ def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.T
         num_warps=4,
         **sizes,
     )
-
-
-@triton.jit
-def compiled_product(a, b, accumulator):
-    """`product` on a GPU, in three products of short floats that keep 22 bits."""
-    return tl.dot(a, b, accumulator, input_precision="tf32x3")
-
-
-product = interpreted_dot if INTERPRETED else compiled_product
-"""accumulator + a @ b, all float32."""
 
 
 @triton.jit
@@ -297,13 +280,13 @@ def _rule_kernel(
     tables, qkv_stride, gates_stride, page_stride, table_stride, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    INTERVAL: tl.constexpr, EPSILON: tl.constexpr, LEAST: tl.constexpr,
+    INTERVAL: tl.constexpr, EPSILON: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Computes results and states. Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys,
-    kept_decays: the layer's pages at these parts. LEAST: sequences with fewer new tokens are left out."""
+    kept_decays: the layer's pages at these parts. LEAST, MOST: sequences with fewer or more new tokens are left out."""
     head, sequence = tl.program_id(1), tl.program_id(2)
-    first, start, length = _step_of(query_start, seq_lens, sequence)
-    if length - start < LEAST:
+    first, start, length = step_of(query_start, seq_lens, sequence)
+    if (length - start < LEAST) | (length - start > MOST):
         return
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     dims = tl.arange(0, KEY_BLOCK)
@@ -396,7 +379,7 @@ def _keep_rows_kernel(
 ):
     """Program (sequence, key head; the last: decays): writes the rows of tokens after the last border."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    first, start, length = _step_of(query_start, seq_lens, sequence)
+    first, start, length = step_of(query_start, seq_lens, sequence)
     if start == length or length % BORDER == 0:
         return
     row = tl.arange(0, BORDER)
@@ -473,9 +456,10 @@ def _launch_rule(
     batch, pages, table = states.batch, states.floats(rule.layer), states.tables[rule.layer]
     block = max(SMALLEST_TILE, min(COLUMNS, next_power_of_2(rule.value_dim)))
     grid = blocks_of(rule.value_dim, block), rule.num_value_heads, batch.num_seqs
+    parts = rule_parts(rule, states)
     arguments = (
         *tensors,
-        *(_part(pages, part) for part in (rule.state, rule.updates, rule.keys, rule.decays)),
+        *parts,
         batch.rows,
         batch.query_start,
         batch.seq_lens,
@@ -503,12 +487,22 @@ def _launch_rule(
             grid,
             *arguments,
             LEAST=1 if states.batch_invariant else 2,
+            MOST=MAX_TOKENS if states.batch_invariant else LEAST_TOKENS - 1,
             num_warps=8,
             num_stages=1,
             # At its highest level the assembler leaves this kernel 32 registers and spills the rest.
             ptx_options="--opt-level 1",
             **constants,
         )
+    if not states.batch_invariant and batch.max_query_len >= LEAST_TOKENS:
+        qkv, gates, out, _, decays = tensors
+        prompt_rule(rule, (qkv, gates, out, decays), parts, states)
+
+
+def rule_parts(rule: DeltaRule, states: DeviceStateStep) -> list[torch.Tensor]:
+    """Layer's pages at state, updates, keys and decays."""
+    pages = states.floats(rule.layer)
+    return [_part(pages, part) for part in (rule.state, rule.updates, rule.keys, rule.decays)]
 
 
 def _part(pages: torch.Tensor, part: StatePart) -> torch.Tensor:

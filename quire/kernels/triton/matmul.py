@@ -58,6 +58,15 @@ def stored_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds_activations
     return replace(tiles, block_k=block_k, num_stages=min(tiles.num_stages, 4))
 
 
+@triton.jit
+def grouped(program, num_m, num_n, tiles):
+    """Row and column of a program's tile: `tiles` rows of tiles at a time, column by column."""
+    first_m = (program // (tiles * num_n)) * tiles
+    group_m = tl.minimum(num_m - first_m, tiles)
+    within = program % (tiles * num_n)
+    return first_m + within % group_m, within // group_m
+
+
 @triton.jit(do_not_specialize=["m"])
 def _matmul_kernel(
     x,
@@ -93,12 +102,9 @@ def _matmul_kernel(
     head = tl.program_id(1).to(tl.int64)
     x += head * x_head_stride
     out += head * out_head_stride
-    num_m, num_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    first_m = (program // (TILES * num_n)) * TILES
-    group_m = tl.minimum(num_m - first_m, TILES)
-    within = program % (TILES * num_n)
-    rows = (first_m + within % group_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (within // group_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile_m, tile_n = grouped(program, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), TILES)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_inside, column_inside = rows < m, columns < n
     # Rows and columns beyond the end repeat the last: nothing out of range is read, and they are not stored.
     row = tl.minimum(rows, m - 1).to(tl.int64)

@@ -15,10 +15,12 @@ import torch
 from benchmarks.gpu import (
     attention_sweep,
     counters,
+    delta_sweep,
     drafts,
     engine,
     experiments,
     families,
+    images,
     kernels,
     machine,
     records,
@@ -120,6 +122,13 @@ def test_all_scripts_and_their_summary(
 
 
 @pytest.mark.long
+def test_pictures(run: Script) -> None:
+    (found,) = run(images)
+    assert (found["number"], found["tokens"]) == (1, 4)
+    assert found["tower_limit_seconds"] > 0
+
+
+@pytest.mark.long
 def test_families_and_their_summary(run: Script, launches: list[str], tmp_path: Path) -> None:
     """Kernels of experts, latents, chosen keys and states are launched, and each family has lines of its own."""
     found = run(families)
@@ -134,7 +143,7 @@ def test_families_and_their_summary(run: Script, launches: list[str], tmp_path: 
 def test_a_family_costs_what_its_weights_weigh(name: str) -> None:
     """A step of many tokens reads every weight but the input embedding and norms; one of a single token only those of
     the experts that it takes."""
-    cost = families.FAMILIES[name].cost()
+    cost = families.cost_of(families.FAMILIES[name])
     shape = cost.shape
     states = 2 * 100000 * shape.matrix_bytes()
     whole = (cost.work(engine.Step(100000, 100000, 1, 0, 0.0, 0.0)).bytes - states) / families.ITEMSIZE
@@ -142,6 +151,13 @@ def test_a_family_costs_what_its_weights_weigh(name: str) -> None:
     one = cost.work(engine.Step(1, 1, 1, 0, 0.0, 0.0))
     assert one.bytes / families.ITEMSIZE == pytest.approx(shape.active_parameters(), rel=0.02)
     assert one.operations == 2 * shape.active_parameters()
+
+
+def test_variants_of_the_delta_rule(run: Script, launches: list[str]) -> None:
+    """A step of the engine, a batch-invariant one, and two steps, the second from a state and kept rows."""
+    found = run(delta_sweep)
+    assert [record["variant"] for record in found] == ["engine", "batch-invariant", "engine, in two steps"]
+    assert {"_chunk_kernel", "_states_kernel", "_rule_kernel"} <= set(launches)
 
 
 def test_drafts_and_their_summary(run: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

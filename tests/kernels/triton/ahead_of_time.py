@@ -9,9 +9,9 @@
 
 (the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
 `QUIRE_TRITON_CACHE`, with their launchers and every kind of tiles that a model of these shapes needs: `make
-triton-cache`; the fourth only the two smallest kernels; the fifth what `benchmarks.gpu.attention_sweep` and
-`benchmarks.gpu.product_sweep` compare; the last for an engine of another Python, whose Triton
-is fetched by pip, or is the file that libtriton=FILE names) prints a line of
+triton-cache`; the fourth only the two smallest kernels; the fifth what the sweeps of `benchmarks.gpu` compare,
+of experts or delta rules alone with `experts` or `delta` for `sweep`; the last for an engine of another Python, whose
+Triton is fetched by pip, or is the file that libtriton=FILE names) prints a line of
 JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
 and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
 are no powers of two, shared memory or registers that do not suffice. Wrappers are called with tensors of the host,
@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,7 +43,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 
-from benchmarks.gpu.attention_sweep import dry_calls
+from benchmarks.gpu import attention_sweep, delta_sweep, expert_sweep
 from benchmarks.gpu.product_sweep import ProductSweep
 from benchmarks.gpu.shapes import QWEN3_8B as QWEN3_8B_SHAPE
 from quire import envs
@@ -65,11 +66,12 @@ from quire.kernels.triton.activation import activation
 from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.delta_prompt import prompt_rule
 from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts, recall_drafts
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.encoder_attention import attend_both_ways
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
-from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
+from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, rule_parts, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.model_drafts import begin_pass, last_tokens, write_behind, write_guesses
 from quire.kernels.triton.norm import norm, sum_parts
@@ -308,19 +310,20 @@ def quantized_calls(capability: int, *, complete: bool) -> Calls:
         of_experts = [PLAIN.value, E4M3.value, NVFP4.value]
     rows = (8, 16, 32, 64) if complete else (16, 64)
 
-    def experts(kind: int, *, rounds: bool = False) -> torch.Tensor:
+    def experts(kind: int, *, rounds: bool = False, fixed: bool = True) -> torch.Tensor:
         shapes = (2 * 768, 2048), (2048, 768)
         if kind == PLAIN.value:
             matrices = [StoredMatrix.plain(empty(8, *shape)) for shape in shapes]
         else:
             matrices = [stored(kind, *shape, capability, 8) for shape in shapes]
-        x, routing = empty(256, 2048), torch.zeros(256, 4)
-        return apply_experts(ExpertMatrices(*matrices, None, None, rounds), x, routing, None, "silu", None, False)
+        stack, x, routing = ExpertMatrices(*matrices, None, None, rounds), empty(1024, 2048), torch.zeros(1024, 4)
+        return apply_experts(stack, x, routing, None, "silu", None, False, batch_invariant=fixed)
 
     calls: Calls = [partial(matmul, empty(8, 4096), stored(kind, 4096, 4096, capability)) for kind in kinds]
     calls += [partial(by_rows, m, kind, capability, False) for kind in kinds for m in rows]
     calls += [partial(by_rows, m, E4M3.value, capability, False) for m in (8, 32)]
     calls += [partial(experts, kind) for kind in of_experts]
+    calls += [partial(experts, PLAIN.value, fixed=False)] if capability >= 90 else []
     for kind in (I8.value, I4.value):
         matrix = stored(kind, 4096, 4096, capability)
         calls += [
@@ -460,12 +463,14 @@ def state_calls(*, complete: bool) -> Calls:
     states = DeviceStateStep(batch, {0: int32(256, 16)}, 512, {0: pages})
     qkv, gates, result = empty(8, width), empty(8, 64), empty(8, 4096)
     fast = replace(states, batch_invariant=False)
+    parts = rule_parts(rule, states)
     if not complete:
         fast = replace(fast, batch=replace(batch, max_query_len=1))
     return [
         lambda: short_convolution(convolution, qkv, empty(8, width), states),
         lambda: gated_delta_rule(rule, qkv, gates, result, states),
         lambda: gated_delta_rule(rule, qkv, gates, result, fast),
+        lambda: prompt_rule(rule, (qkv, gates, result, float32(8, 32)), parts, fast),
         lambda: gated_norm(GatedNormWeights(128, empty(128), 1e-6), result, result),
     ]
 
@@ -521,7 +526,12 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return tower_calls(capability)
     if "sweep" in words:
         products = ProductSweep(QWEN3_8B_SHAPE, torch.device("cpu"), empty=True)
-        return [*dry_calls(), *products.calls()]
+        sweeps = attention_sweep, expert_sweep, delta_sweep
+        return [*products.calls(), *chain.from_iterable(sweep.dry_calls() for sweep in sweeps)]
+    if "experts" in words:
+        return list(expert_sweep.dry_calls())
+    if "delta" in words:
+        return list(delta_sweep.dry_calls())
     if "index" in words:
         return [latent_call(capability, 512, top=2048)]
     calls = product_calls() + quantized_calls(capability, complete=complete) + attention_calls(capability)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quire.kernels.arguments import ExpertWeights, Gating, Routing
 from quire.kernels.experts import experts, route
-from quire.kernels.triton.experts import ExpertMatrices, apply_experts
+from quire.kernels.triton.experts import (
+    MANY_TILES,
+    ExpertMatrices,
+    ExpertPlan,
+    apply_experts,
+    expert_tiles,
+    has_room_for_many,
+)
 from quire.kernels.triton.weight_formats import StoredMatrix
 from tests.kernels.triton.helpers import random
 
@@ -59,6 +68,49 @@ def test_against_the_plain_twin(
         matrices, x[:20], routing[:20], residual[:20], activation, limit, weighs_input, batch_invariant=False
     )
     torch.testing.assert_close(few.float(), (expected + residual.float())[:20], rtol=tolerance, atol=tolerance)
+
+
+def test_a_prompt_whose_experts_have_uneven_loads(device: torch.device) -> None:
+    """Against float64. Every row chooses expert 3, one of them expert 0, the others expert 4; two have no rows."""
+    matrices, num_rows = case(device, torch.bfloat16, bias=True), 140
+    x, residual = (random(device, num_rows, 40, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    chosen = torch.tensor([3, 4], device=device).repeat(num_rows, 1)
+    chosen[7] = torch.tensor([0, 3])
+    shares = random(device, num_rows, 2, seed=5).abs()
+    expected = residual.double()
+    for experts_of_rows, share in zip(chosen.T, shares.double().T.unsqueeze(2), strict=True):
+        gate, up = in_float64(matrices.gate_up, matrices.gate_up_bias, experts_of_rows, x).chunk(2, 1)
+        inner = torch.nn.functional.silu(gate) * up
+        expected += in_float64(matrices.down, matrices.down_bias, experts_of_rows, inner) * share
+    call = matrices, x, torch.cat((chosen.float(), shares), 1), residual, "silu", None, False
+    for _, plan in MANY_TILES:
+        result = apply_experts(*call, plan=plan)
+        assert (result.double() - expected).norm() < 4e-3 * expected.norm()
+        order = replace(plan, together=0 if plan.together else 3)
+        assert torch.equal(apply_experts(*call, plan=order), result), "programs in another order"
+
+
+def in_float64(
+    matrix: StoredMatrix, bias: torch.Tensor | None, experts_of_rows: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """Each row times its expert's matrix."""
+    assert bias is not None
+    weights = matrix.codes.double()[experts_of_rows]
+    return torch.einsum("rnk,rk->rn", weights, x.double()) + bias.double()[experts_of_rows]
+
+
+def test_tiles_of_prompts(device: torch.device) -> None:
+    """They change with the number of rows only where bits may."""
+    matrices = case(device, torch.bfloat16, bias=False)
+
+    def tiles(pairs: float, *, batch_invariant: bool = True, dtype: torch.dtype = torch.bfloat16) -> ExpertPlan:
+        return expert_tiles(matrices, dtype, pairs, device, batch_invariant=batch_invariant)
+
+    assert tiles(0.1) == tiles(30) == tiles(1e6)
+    assert not tiles(1e6).narrows
+    for least, plan in MANY_TILES if has_room_for_many(device) else ():
+        assert tiles(least, batch_invariant=False) == plan
+    assert tiles(1e6, batch_invariant=False, dtype=torch.float32) == tiles(1e6, dtype=torch.float32)
 
 
 def test_no_rows(device: torch.device) -> None:

@@ -78,7 +78,7 @@ def test_every_kernel_multiplies_by_this_product() -> None:
     """Interpreted: three files have products of their own for GPUs alone. Sums of integers are exact in any order."""
     sources = {path.name: path.read_text() for path in Path(runtime.__file__).parent.glob("*.py")}
     found = {name: source for name, source in sources.items() if "tl.dot(" in source}
-    assert sorted(found) == ["linear_state.py", "runtime.py", "skinny.py", "weight_formats.py"]
+    assert sorted(found) == ["delta_common.py", "runtime.py", "skinny.py", "weight_formats.py"]
     for name, source in found.items():
         assert source.count("tl.dot(") - source.count("out_dtype=tl.int32)") == 1, name
         assert "INTERPRETED" in source, name

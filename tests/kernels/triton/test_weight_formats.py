@@ -204,8 +204,8 @@ def test_experts(name: str, rounds: bool, weighs_input: bool, device: torch.devi
     gate_up, gate_up_meaning = weights(device, num_experts, 2 * intermediate, size, FORMATS[name])
     down, down_meaning = weights(device, num_experts, size, intermediate, FORMATS[name])
     bias = random(device, num_experts, size, seed=4)
-    x, residual = random(device, 9, size), random(device, 9, size, seed=3)
-    routing = route(Routing(num_experts, 2), random(device, 9, num_experts, seed=6))
+    x, residual = random(device, 27, size), random(device, 27, size, seed=3)
+    routing = route(Routing(num_experts, 2), random(device, 27, num_experts, seed=6))
     parts = [(each, None) for each in gate_up_meaning], list(zip(down_meaning, bias.double(), strict=True))
 
     def product(part: tuple[torch.Tensor, torch.Tensor | None], rows: torch.Tensor) -> torch.Tensor:
@@ -219,3 +219,6 @@ def test_experts(name: str, rounds: bool, weighs_input: bool, device: torch.devi
     assert error > 1e-3 or not rounds
     alone = apply_experts(matrices, x[4:5], routing[4:5], residual[4:5], "silu", None, weighs_input)
     assert torch.equal(alone, result[4:5]), "a row has the same bits whatever else is computed"
+    if not weighs_input:
+        prompt = apply_experts(matrices, x, routing, residual, "silu", None, weighs_input, batch_invariant=False)
+        assert torch.equal(prompt, result), "prompts have no other tiles for quantised matrices"
