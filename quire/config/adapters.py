@@ -12,9 +12,8 @@ ADAPTER_SLOTS = "adapter_slots"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EXPERTS = "experts"
-"""Part of the names of experts' modules, which `lora_target_modules` may hold for all their matrices."""
+"""Part of the names of experts' modules."""
 EXPERT_MODULES = {EXPERTS, "gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Last parts of the names of experts' modules."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class AdaptersConfig:
         return elements * self.max_rank * self.num_slots * _BYTES[self.dtype] if self.is_on else 0
 
     def saved_bytes(self, elements: int) -> int:
-        """Bytes reserved for whole matrices. elements: an adapter's."""
+        """Bytes reserved for whole matrices."""
         return 4 * elements * self.num_slots if self.is_on else 0
 
 

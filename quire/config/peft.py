@@ -31,7 +31,7 @@ REFUSED: Mapping[str, str] = {
 }
 """Keys that change what an adapter computes -> reason for the refusal, unless they are off."""
 SAVED = ("classifier", "score")
-"""Modules that adapters may bring whole; PEFT names both for each classifier."""
+"""Modules that may be whole; PEFT names both for each classifier."""
 BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` for adapters whose base differs from the model's checkpoint."""
 
@@ -40,8 +40,8 @@ BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 class PeftConfig:
     """Settings of a PEFT adapter. rank, alpha: for modules that no pattern matches. rank_pattern, alpha_pattern:
     regular expressions, in order, for the ends of module names. rank_stabilised: scales are alpha / sqrt(rank).
-    target_modules: module names; None: an expression, or all linear layers. target_parameters: ends of names of
-    parameters, such as stacked experts. saved: modules of SAVED that it may bring whole."""
+    target_modules: module names; None: an expression, or all linear layers. target_parameters: ends of
+    parameters' names. saved: modules of SAVED."""
 
     path: Path
     rank: int

@@ -324,7 +324,7 @@ class RowCounts:
 
 
 class AddsToExperts(Protocol):
-    """Adapters of one mixture's experts (layers/expert_adapters.py)."""
+    """ExpertAdapters, as kernels see them."""
 
     def slots_of(self, x: torch.Tensor) -> torch.Tensor | None: ...
 
@@ -346,7 +346,7 @@ class ExpertWeights:
     gate above up; down: [size, intermediate] each. weighs_input: a token's weight multiplies the expert's input, else
     its result. counts: None if nothing is counted. places: [num_experts, 3] int32, rows of `places_of`, which may
     change between steps (None: all experts are here, in order). apart: results are not added, but left for
-    `Operations.add_experts`. adapters: what is added to the products; None: nothing."""
+    `Operations.add_experts`."""
 
     gate_up: Sequence[Any]
     down: Sequence[Any]

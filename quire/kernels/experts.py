@@ -113,7 +113,7 @@ def _expert(
     slots: torch.Tensor | None,
 ) -> torch.Tensor:
     """One expert's result: [N, size] -> [N, size] float32. share: [N, 1] float32, weight, applied only if
-    `weighs_input`. slots: [N], of the rows' adapters."""
+    `weighs_input`. slots: [N]."""
     if weights.weighs_input:
         x = (x.float() * share).to(x.dtype)
     adapters, wide = weights.adapters, product(weights.gate_up[expert], x)

@@ -150,7 +150,7 @@ class Adapters:
         self.places: dict[str, AdapterPlace | None] = {}
         """Targets that need no weight slot, by checkpoint name: a head may be tied."""
         self.saved: dict[str, SavedHead] = {}
-        """Matrices that adapters may bring whole, by checkpoint name."""
+        """By checkpoint name."""
         self.step: Any = None
         """Tokens' slots in the pass; None outside, and if no token has an adapter."""
         self.running: StepSlots | None = None
@@ -182,7 +182,7 @@ class Adapters:
 
 
 class SavedHead(Protocol):
-    """Matrix of the base that adapters may bring whole (layers/saved_matrices.py). shape: [outputs, inputs]."""
+    """Matrix that adapters may bring whole (SavedMatrices)."""
 
     shape: tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a mixture's experts, which the kernels of experts add."""
+"""Low-rank adapters of experts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.layers.adapters import PANEL, AdapterPlace, Adapters, AdapterStack, A
 
 Stacked = Literal["gate_up_proj", "down_proj"]
 STACKED: tuple[Stacked, ...] = ("gate_up_proj", "down_proj")
-"""Parameters of Transformers with all experts' matrices, in their order there."""
+"""Parameters with all experts, in Transformers' order."""
 
 
 class ExpertStack(AdapterStack):
-    """AdapterStack with a product for each part."""
+    """AdapterStack, a product each part."""
 
     __slots__ = ()
 
@@ -24,10 +24,10 @@ class ExpertStack(AdapterStack):
 
 
 class ExpertAdapters:
-    """Adapters of one mixture's experts. gate_up: pieces 2 i and 2 i + 1 are gate and up of expert i; down: piece i."""
+    """Adapters of one mixture. gate_up: pieces 2 i and 2 i + 1 are expert i's."""
 
     def __init__(self, adapters: Adapters, count: int, size: int, intermediate: Part) -> None:
-        """intermediate: this rank's share of an expert's inner width."""
+        """intermediate: an expert's inner width."""
         self._adapters = adapters
         self.count = count
         self.gate_up = ExpertStack(size, 0, size, [intermediate] * (2 * count), _alone(2 * count))
@@ -37,14 +37,14 @@ class ExpertAdapters:
             adapters.add_layer(stack, bool)
 
     def slots_of(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Slots of the current pass for the rows of x; None if no token has an adapter."""
+        """Slots of the rows of x; None without adapters."""
         step = self._adapters.step
         return step.of(x) if isinstance(step, StepSlots) else None
 
     def add_to_products(
         self, matrix: Stacked, expert: int, x: torch.Tensor, y: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """y, overwritten, plus the results of an expert's adapters. slots: of the rows of x and y."""
+        """y, overwritten, plus an expert's adapters. slots: the rows'."""
         stack, parts = (self.down, 1) if matrix == "down_proj" else (self.gate_up, 2)
         for slot in slots.unique().tolist():
             found = stack.stored.get(slot, {})
@@ -58,7 +58,7 @@ class ExpertAdapters:
         return y
 
     def recorded(self) -> dict[str, Any]:
-        """Arguments of a recorded kernel of experts; none if no token has an adapter."""
+        """Arguments of a recorded kernel."""
         step = self._adapters.step
         if step is None:
             return {}
@@ -67,7 +67,7 @@ class ExpertAdapters:
         return {"wide_adapters": wide, "down_adapters": down, "column": step.column}
 
     def place(self, expert: int, part: int | None) -> ExpertPlace:
-        """Target of an expert's gate (0), up (1) or down (None)."""
+        """part: gate (0), up (1) or down (None)."""
         return (
             ExpertPlace(self, self.down, expert) if part is None else ExpertPlace(self, self.gate_up, 2 * expert + part)
         )
@@ -86,15 +86,14 @@ class ExpertPlace(AdapterPlace):
 
 
 class StackedPlace(AdapterPlace):
-    """Target of PEFT's stacked A, [experts * rank, inputs], and B, [outputs, rank * experts], with the experts last."""
+    """Target of PEFT's stacked A, [experts * rank, inputs], and B, [outputs, rank * experts]."""
 
     def __init__(self, mixture: ExpertAdapters, matrix: Stacked, *, alternates: bool, turned: bool = False) -> None:
         """alternates: rows of gate and up alternate. turned: see `fitting`."""
         self.mixture, self._matrix, self._alternates, self._turned = mixture, matrix, alternates, turned
 
     def fitting(self, a: torch.Tensor, rank: int) -> StackedPlace:
-        """Target for matrices with this A. Where PEFT takes inputs for outputs (Llama 4), A has the outputs, B the
-        inputs."""
+        """Target for this A: PEFT may take inputs for outputs (Llama 4)."""
         outputs, inputs = self.shape
         turned = inputs != outputs and tuple(a.shape) == (rank * self.mixture.count, outputs)
         return StackedPlace(self.mixture, self._matrix, alternates=self._alternates, turned=turned)
@@ -118,7 +117,7 @@ class StackedPlace(AdapterPlace):
         return (None,) if self._matrix == "down_proj" else (0, 1)
 
     def covered(self) -> list[object]:
-        """(stack, piece) of each of the experts' matrices."""
+        """(stack, piece) of each matrix."""
         places = (self.mixture.place(expert, part) for expert in range(self.mixture.count) for part in self._parts)
         return [(place.stack, place.piece) for place in places]
 

@@ -1,4 +1,4 @@
-"""Matrices that adapters bring whole, in torch: those of classification heads."""
+"""Whole matrices of adapters, in torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.layers.adapters import Adapters, SlotMatrices, StepSlots
 
 
 class SavedMatrices(SlotMatrices[torch.Tensor]):
-    """Matrices in place of a head's own, [outputs, inputs] float32, by slot."""
+    """Matrices in place of a head's, float32, by slot."""
 
     def __init__(self, adapters: Adapters, shape: tuple[int, int]) -> None:
         super().__init__(adapters)
@@ -19,12 +19,12 @@ class SavedMatrices(SlotMatrices[torch.Tensor]):
         super().load(slot, matrices.float())
 
     def add(self, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
-        """y, overwritten where rows have a matrix of their own. x: [R, inputs]; y: [R, outputs]."""
+        """y, overwritten where rows have matrices. x: [R, inputs]."""
         for rows, own in self._by_slot(x, slots):
             y[rows] = row_linear(x[rows].to(own.dtype), own, None).to(y.dtype)
         return y
 
     def add_recorded(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """`add` with the slots of a recorded head's run."""
+        """`add` in a recorded head's run."""
         assert self._adapters.running_head is not None, "a run brings its slots"
         return self.add(x, y, self._adapters.running_head)

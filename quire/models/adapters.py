@@ -35,9 +35,9 @@ _PREFIX = re.compile(r"base_model\.model\.")
 _INNER = re.compile(r"(?:model\.)?language_model\.(model\.)?")
 _MIXTURE = re.compile(rf"(?P<mixture>.+\.{EXPERTS})\.(?:\d+\.\w+\.weight|{'|'.join(STACKED)})")
 _WRAPPED = ".base_layer"
-"""Part of a module's name for each parameter of the same module that PEFT wraps behind its own."""
+"""Part of a module's name for each further parameter."""
 _OLDER_NAMES = (".mlp.", ".block_sparse_moe.")
-"""Part of Mixtral's names in Transformers and in its checkpoints."""
+"""Mixtral's in Transformers and in checkpoints."""
 KNOWN_PARTS = {
     "lora_magnitude_vector": "DoRA's magnitudes are not supported",
     ".bias": "biases are not supported",
@@ -50,7 +50,7 @@ KNOWN_PARTS = {
 Matrices = dict[str, dict[str, torch.Tensor]]
 """Module name in the file -> its matrices, by `AdapterPlace.names`."""
 WHOLE = "whole"
-"""Name, beside `AdapterPlace.names`, of a matrix in place of the base's."""
+"""Name of a matrix in place of the base's."""
 MATRIX_NAMES, EMBEDDING_NAMES = AdapterPlace.names, TablePlace.names
 COMPARED_ROWS = 2**13
 Placed = tuple[AdapterPlace, dict[str, torch.Tensor]]
@@ -70,7 +70,7 @@ class ModelAdapters:
         self._heads = (1, 1)
         self._base: Callable[[], Tensors] | None = None
         self._mixtures: dict[str, ExpertAdapters | None] = {}
-        """Mixtures by the checkpoint's name of their experts; None: they take no adapters."""
+        """By the checkpoint's name; None: it takes no adapters."""
 
     def model_is_loaded(
         self,
@@ -87,8 +87,8 @@ class ModelAdapters:
         self._places = {name: slot.adapter for name, slot in slots.items()} | ({} if pools else self.layers.places)
         for name, place in self._places.items():
             if found := _MIXTURE.fullmatch(name):
-                is_own = isinstance(place, ExpertPlace | StackedPlace)
-                self._mixtures[found["mixture"]] = place.mixture if is_own else None
+                own = place.mixture if isinstance(place, ExpertPlace | StackedPlace) else None
+                self._mixtures[found["mixture"]] = own
         if not any(self._places.values()):
             raise ModelLoadError("enable_lora: no layer of this model takes adapters")
         self.layers.weights_are_loaded()
@@ -174,7 +174,7 @@ class ModelAdapters:
         raise ModelLoadError(f"tensor {shown(module)} does not belong to this model")
 
     def _saved(self, modules: Matrices, config: PeftConfig) -> list[tuple[SavedHead, torch.Tensor]]:
-        """Targets of the matrices that the adapter brings whole."""
+        """Targets of whole matrices."""
         found = []
         for module, pair in modules.items():
             own, matrix = self.layers.saved.get(f"{_bare(module)}.weight"), pair[WHOLE]
@@ -194,8 +194,8 @@ class ModelAdapters:
         return found
 
     def _stacked(self, module: str, config: PeftConfig) -> tuple[str, AdapterPlace, str] | None:
-        """Name, target and PEFT's name of the parameter with all experts that a module's matrices are of; None for
-        other modules. PEFT wraps a module once for each parameter, the first of them innermost."""
+        """Name, target and PEFT's name of a parameter with all experts; None for other modules. PEFT wraps a module for
+        each, the first innermost."""
         bare, depth = _bare(module), 0
         while bare.endswith(_WRAPPED):
             bare, depth = bare.removesuffix(_WRAPPED), depth + 1
@@ -217,7 +217,7 @@ class ModelAdapters:
         return f"{own}.{matrix}", place, f"{bare}.{matrix}"
 
     def _possible_names(self, bare: str) -> list[str]:
-        """Names that a module of an adapter may have in the base's checkpoint."""
+        """Names that an adapter's module may have here."""
         assert self._names is not None, "the model is loaded before adapters"
         inner = _INNER.sub("model.", bare, count=1) if _INNER.match(bare) else bare
         names = list(dict.fromkeys((bare, inner, f"model.{bare}", self._names.base + bare)))
@@ -241,7 +241,7 @@ class ModelAdapters:
 
 
 def _experts_of(place: AdapterPlace) -> list[object]:
-    """Experts' matrices of a target, each to be given once."""
+    """Experts' matrices, each to be given once."""
     if isinstance(place, ExpertPlace):
         return [(place.stack, place.piece)]
     return place.covered() if isinstance(place, StackedPlace) else []
@@ -308,7 +308,7 @@ def _shown(module: str, part: str) -> str:
 
 
 def _check(module: str, key: str, pair: dict[str, torch.Tensor], place: AdapterPlace, config: PeftConfig) -> None:
-    """Raise ModelLoadError for matrices that do not fit. key: PEFT's name of module or parameter."""
+    """key: PEFT's name of module or parameter."""
     rank = config.rank_of(key)
     if pair.keys() != set(place.names):
         own = " and ".join(f"lora_{part}" for part in place.names)

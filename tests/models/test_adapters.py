@@ -255,7 +255,7 @@ EXPERTS = "model.layers.0.mlp.experts"
             lambda tensors: {
                 **tensors,
                 f"{PREFIX}{EXPERTS}.2.w1.lora_A.weight": torch.ones(8, 48),
-                f"{PREFIX}{EXPERTS}.2.w1.lora_B.weight": torch.ones(100, 8),
+                f"{PREFIX}{EXPERTS}.2.w1.lora_B.weight": torch.ones(36, 8),
             },
             {},
             r"experts\S+ and \S+experts\S+ are one",
