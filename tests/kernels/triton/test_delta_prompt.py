@@ -31,9 +31,10 @@ from tests.worker.platform.device_states import on_device
 
 pytestmark = pytest.mark.usefixtures("default_device")
 
-STEPS = [[(0, 0, 70), (1, 0, 1)], [(0, 70, 129), (2, 0, 5)], [(0, 199, 1), (2, 5, 65)]]
-"""(sequence, first token, tokens). Prompts that begin between borders and end there, over an interval's end, beside
-pieces too short for the prompts' kernels and single tokens, which go on from the rows that prompts keep."""
+STEPS = [[(0, 0, 127), (1, 0, 1), (2, 0, 5)], [(0, 127, 66), (2, 5, 65)], [(0, 193, 1)], [(0, 194, 6)]]
+"""(sequence, first token, tokens). Prompts that begin between borders and end there, two in one step, the first in as
+many chunks as there may be, over an interval's end; beside them and behind them pieces too short for the prompts'
+kernels and single tokens, which go on from the rows that prompts keep."""
 
 
 def in_steps(rule: DeltaRule, inputs: Sequence[Inputs], *, batch_invariant: bool) -> tuple[list[torch.Tensor], Pool]:
@@ -71,7 +72,7 @@ def test_prompts_in_steps(heads: tuple[int, int, int, int], dtype: torch.dtype) 
             assert_near(actual, expected, scale=0.02)
     _, usual = in_steps(rule, inputs, batch_invariant=True)
     pages, expected_pages = (each.pages.view(torch.float32) for each in (pool, usual))
-    torch.testing.assert_close(pages, expected_pages, rtol=0, atol=5e-6 if dtype == torch.float32 else 5e-5)
+    torch.testing.assert_close(pages, expected_pages, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 5e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
