@@ -36,7 +36,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def weight_file(directory: Path) -> Path:
-    """File of an adapter's tensors. Raises ModelLoadError without one."""
+    """File of an adapter's tensors; `directory` itself if GGUF. Raises ModelLoadError without one."""
     if is_gguf(directory):
         return directory
     for name in WEIGHT_FILES:
@@ -59,7 +59,7 @@ def content_digest(directory: Path) -> bytes:
 
 
 def scaled(adapter: AdapterRef, scale: float) -> AdapterRef:
-    """Adapter of scale 1 with a request's scale, and a digest of its own."""
+    """Adapter of scale 1 with a request's scale, and a digest of both."""
     digest = scaled_digest(adapter.digest, scale)
     return AdapterRef(adapter.path, digest, adapter.name, scale)
 
@@ -97,7 +97,7 @@ class FileScale(msgspec.Struct, frozen=True):
 
 def files_of(lora: Sequence[str], lora_scaled: Sequence[str], *, applies: bool) -> list[FileScale]:
     """Adapters of `--lora` and `--lora-scaled`, each with commas. applies: False sets all scales to 0. Raises
-    ConfigError, also for two scales other than 0."""
+    ConfigError, also for two adapters with nonzero scales."""
     found = [FileScale(path, 1.0) for text in lora for path in _listed(text, "lora")]
     for text in lora_scaled:
         for entry in _listed(text, "lora_scaled"):

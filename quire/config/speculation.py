@@ -75,12 +75,12 @@ class SpeculationConfig:
 
     @property
     def draft(self) -> ModelConfig | None:
-        """Draft model or head, once its config.json was read; None: another method."""
+        """Draft model or EAGLE head, once its config.json was read; else None."""
         return None if self.draft_model is None else self.draft_model.model
 
     @property
     def has_layers(self) -> bool:
-        """True if a model or a head with layers of its own makes the drafts."""
+        """True if a model or head with own layers makes the drafts."""
         return self.method == "mtp" or self.draft_model is not None
 
     @property

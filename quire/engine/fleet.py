@@ -63,8 +63,8 @@ Parts = defaultdict[int, EngineOutputs]
 
 @dataclass(slots=True)
 class OpenCall:
-    """Control call that some members have not answered yet. asked: call as sent to the members. session, call_id:
-    caller's call. waiting: members that owe an answer."""
+    """Control call that some members have not answered yet. asked: call as sent to members. session, call_id: caller's
+    call. waiting: numbers of members that owe an answer."""
 
     asked: Call
     session: int
@@ -74,8 +74,8 @@ class OpenCall:
 
 
 class Fleet:
-    """An `EngineClient` over members (engines of one model): chooses one per request, restarts dead ones. With one
-    member, `receive` runs in the caller's thread; with several, each has its own."""
+    """An `EngineClient` over members (engines of one model): chooses one per request, restarts dead ones. One member is
+    served in the thread that calls `receive`, several in a thread each."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Fleet:
 
     @property
     def _first_ready(self) -> EngineReady:
-        """Facts that the first engine of the first member found at its start; waits for it."""
+        """Facts found at the start of the first member's first engine; waits for it."""
         first = self.members[0]
         assert first.client is not None
         return first.ready or first.client.ready
@@ -247,7 +247,7 @@ class Fleet:
         self._place(entry, None)
 
     def _abort(self, request_id: str, index: int | None) -> Sequence[Member]:
-        """Record an abort; returns the members that must hear of it."""
+        """Record an abort (index: one sequence's); returns the members to tell."""
         entry = self._entries.get(request_id)
         if entry is None or entry.member is None or entry.is_over:
             return ()
@@ -295,7 +295,7 @@ class Fleet:
             self._settle(member, CallResult(0, 1), REPLICA_CALLS)
 
     def _settle(self, member: Member, result: CallResult | None = None, methods: Container[str] | None = None) -> None:
-        """Answer the open calls to a member with `result` (None: without an answer). methods: only calls of these;
+        """Take `result` as a member's answer to open calls (None: no answer). methods: only calls of these methods;
         None: all."""
         parts = Parts(EngineOutputs)
         for opened in list(self._open.values()):
@@ -499,7 +499,7 @@ class Fleet:
 
     def _lose(self, member: Member, reason: str) -> None:
         """Mark a member as lost until an engine of it starts; the others take its requests. Raises EngineDeadError
-        without others. After failed starts or an admin's stop."""
+        without others. reason: failed starts, fruitless deaths, or a stop."""
         with self._lock:
             death = member.death or EngineDeadError(reason)
             member.is_lost, member.num_fruitless, member.search = True, 0, CulpritSearch()

@@ -21,7 +21,8 @@ PANEL = 16
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Outputs of a linear layer from one checkpoint matrix. whole: its rows; start, local: this rank's share."""
+    """Outputs of a linear layer from one checkpoint matrix. whole: its rows; start, local: first and number of this
+    rank's."""
 
     whole: int
     start: int
@@ -140,7 +141,7 @@ class StepSlots:
 
 
 class Adapters:
-    """Adapters of one model's layers, and (`step`) the slots of the current pass."""
+    """Adapters of one model's layers, and (`step`) each token's slot in the pass."""
 
     def __init__(self, storage: AdapterStorage) -> None:
         self.storage = storage
@@ -149,12 +150,12 @@ class Adapters:
         self.places: dict[str, AdapterPlace | None] = {}
         """Targets that need no weight slot, by checkpoint name: a head may be tied."""
         self.step: Any = None
-        """Slots of the current pass; None outside, and if no token has an adapter."""
+        """Tokens' slots in the pass; None outside, and if no token has an adapter."""
         self.running: StepSlots | None = None
-        """Slots of the run of a recorded program."""
+        """Tokens' slots in a recorded program's run."""
 
     def add_layer(self, stack: AdapterStack, is_interleaved: Callable[[], bool]) -> None:
-        """Register a layer. is_interleaved: product's layout once the weights are loaded."""
+        """Register a layer. is_interleaved: gives AdapterStack's once the weights are loaded."""
         self.stacks.append((stack, is_interleaved))
 
     def weights_are_loaded(self) -> None:
@@ -165,8 +166,7 @@ class Adapters:
 
     @contextmanager
     def over(self, slots: Indices | None, rows: ReadRows | None = None) -> Iterator[None]:
-        """Context of a forward pass or head. slots: [T] (None: no token has an adapter, and it costs nothing more).
-        rows: read tokens."""
+        """Context of a forward pass or head. slots: tokens', [T] (None: no adapter, and no cost). rows: read tokens."""
         if isinstance(slots, torch.Tensor):
             self.step = self.storage.step(slots, cast("torch.Tensor | None", rows))
         else:
@@ -223,7 +223,7 @@ def add_adapted(stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: St
 
 
 class AdapterPlace:
-    """Target in the layers for an adapter's A and B of one checkpoint matrix. names: of the two in files."""
+    """Target in the layers for an adapter's A and B of one checkpoint matrix. names: A's and B's in files."""
 
     names = ("A", "B")
 
@@ -257,7 +257,7 @@ class SplitPlace(AdapterPlace):
     """AdapterPlace of a checkpoint matrix whose rows belong to several layers."""
 
     def __init__(self, rows: int, places: Sequence[tuple[AdapterPlace, torch.Tensor]]) -> None:
-        """rows: the checkpoint's. places: each layer's target, and its rows."""
+        """rows: number in the matrix. places: each layer's target, and its rows' indices."""
         self._rows, self._places = rows, places
 
     @property

@@ -35,7 +35,7 @@ class EagerCalls(Protocol):
     """True if attention rotates queries and keys."""
 
     def layers(self, layers: Sequence[Layer], first: Layer | None = None) -> Compute:
-        """Function that computes the results of `layers`. first: layer before them, whose result comes first."""
+        """Function: `layers`' results for one input. first: layer before them, whose result comes first."""
         ...
 
     def lookup(self, method: LinearMethod, parameters: Any) -> Lookup: ...

@@ -59,7 +59,7 @@ class MediaOptions:
         media_io_kwargs: Mapping[str, Any] | None = None,
         owner: str = "",
     ) -> MediaOptions:
-        """Read the options of a call of `LLM` or `AsyncLLM`. Raises ConfigError for unknown names and wrong values."""
+        """Read options of an `LLM` or `AsyncLLM` call. Raises ConfigError for unknown names and wrong values."""
         if not isinstance(mm_processor_kwargs, Mapping | None):
             raise ConfigError("mm_processor_kwargs must be an object", param="mm_processor_kwargs")
         others = dict(media_io_kwargs or {})
@@ -97,9 +97,9 @@ class VideoInputs:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Settings and steps from a request's images to its prompt, for one model. token_id: id of the placeholder. marks:
-    tokens around an image's that prompts lack (None: they have them). videos: None if the model takes none.
-    most_tokens: limit of an image."""
+    """Settings and steps from a request's images to its prompt, for one model. token_id: placeholder's. marks: tokens
+    around an image's tokens that prompts lack (None: prompts have them). videos: None if the model takes none.
+    most_tokens: limit per image."""
 
     processor: QwenProcessor | SquareProcessor
     vision: VisionConfig
@@ -136,7 +136,7 @@ class ImageInputs:
                 )
 
     def preparation(self, detail: str = "auto", options: MediaOptions = NO_OPTIONS) -> Preparation:
-        """Steps from image to model input, which a helper can do. detail: one of DETAILS. options: one request's."""
+        """Steps from image to model input, doable in a helper process. detail: one of DETAILS. options: request's."""
         from quire.multimodal.preparing import Preparation
         from quire.multimodal.processors import SquareProcessor
 
@@ -188,8 +188,8 @@ class ImageInputs:
     def place(
         self, token_ids: list[int], media: Sequence[ReadyMedium], where: str
     ) -> tuple[list[int], list[PromptImage]]:
-        """Return the prompt with all placeholders, and the placed images and parts of videos. token_ids: prompt with
-        one placeholder or mark per image, or with all; for videos see VideoMarks. Raises UserError for placeholders
+        """Prompt with all placeholders, and placed images and parts of videos. token_ids: prompt with one placeholder
+        or mark per image, or with all; for videos see VideoMarks. where: field named in the UserError for placeholders
         that do not match."""
         images = [each for each in media if isinstance(each, ReadyImage)]
         videos = [each for each in media if isinstance(each, ReadyVideo)]
@@ -281,7 +281,7 @@ def _video_inputs(
 
 
 def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
-    """Costs of the model's vision tower for the scheduler; None without images."""
+    """Vision tower's costs relative to text tokens, for the scheduler; None without images."""
     found = image_inputs(config)
     if isinstance(found, NoImages):
         return None
@@ -289,8 +289,8 @@ def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
 
 
 def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
-    """Images of a program's prompt, from `multi_modal_data`, with their names in `multi_modal_uuids`. Raises UserError
-    for other data."""
+    """Images and videos of a program's prompt (`multi_modal_data`), with images' names (`multi_modal_uuids`). Raises
+    UserError for other data."""
     images, names = (_media_in(prompt.get(key), key, "image") for key in MEDIA)
     videos, video_names = (_media_in(prompt.get(key), key, "video") for key in MEDIA)
     if any(name is not None for name in video_names):

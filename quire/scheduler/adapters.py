@@ -40,14 +40,14 @@ class AdapterSlots:
         """Version of the running set that `_in_use` counts."""
         self.num_loads = 0
         self.crowded_out: dict[str, float] = {}
-        """Live request that waits for other adapters' requests -> its first wait, earliest first."""
+        """Live request's id, if it waits for other adapters' requests -> time since when, earliest first."""
         self.holds_new = False
-        """True while the engine is paused: none of these can start."""
+        """True while the engine is paused: no waiting request can start."""
         self._searched = -1
         """Version of the running set in which `take_victims` has found all."""
 
     def slot_of(self, adapter: AdapterRef) -> int | None:
-        """Adapter's slot, which becomes the most recently used; None: not loaded."""
+        """Adapter's slot, which becomes most recently used; None: not loaded."""
         slot = self._held.pop(adapter.digest, None)
         if slot is not None:
             self._held[adapter.digest] = slot
@@ -84,13 +84,13 @@ class AdapterSlots:
         return adapter.digest == min(used, key=lambda digest: used[digest], default=b"")
 
     def has_room(self, adapter: AdapterRef) -> bool:
-        """True if a request with this adapter may start: it runs already, or fewer than `max_loras` adapters do."""
+        """True if a request with this adapter may start: the adapter runs, or fewer than `max_loras` adapters do."""
         used = self.in_use()
         return adapter.digest in used or len(used) < self._config.max_running
 
     @property
     def makes_room(self) -> bool:
-        """True while background requests leave their adapters to a live request. No new one of theirs starts then."""
+        """True while background requests leave their adapters to a live request; no further one starts."""
         return bool(self.crowded_out) and not self.holds_new
 
     def take_victims(self) -> list[Request]:
@@ -112,15 +112,16 @@ class AdapterSlots:
         return bool(self._free) or any(digest not in used for digest in self._held)
 
     def take_orders(self, *, may_wait: bool) -> AdapterOrders | None:
-        """Next plan's adapter orders; None: none. may_wait: the workers may wait until a load ends, as there is nothing
-        else to compute."""
+        """Next plan's adapter orders; None: none. may_wait: workers, with nothing else to compute, may wait until a
+        load ends."""
         orders, self._orders = self._orders, []
         if not orders and not (may_wait and self._loading):
             return None
         return AdapterOrders(orders, awaits_report=may_wait)
 
     def update(self, ended: Iterable[tuple[int, str]], requests: Iterable[Request]) -> None:
-        """Process a result's ended loads. requests: live requests; those whose adapter failed to load are refused."""
+        """Process a result's ended loads (slot, error). requests: live ones; those whose adapter failed to load are
+        refused."""
         for slot, error in ended:
             digest = next(digest for digest, loading in self._loading.items() if loading == slot)
             del self._loading[digest]
@@ -157,9 +158,9 @@ def _names(requests: Iterable[Request]) -> list[str]:
 
 
 class AdapterGate:
-    """Defers a request with an adapter until the workers hold it and fewer than `max_loras` others run. Once a request
-    has waited PATIENCE for others, no request of the least used running adapter starts. Background requests wait like
-    this only for one another, and behind live ones."""
+    """Defers a request with an adapter until workers hold it and fewer than `max_loras` others run. Once a request has
+    waited PATIENCE seconds for others, no request of the least used running adapter starts. Background requests wait
+    like this only for one another, and behind live ones."""
 
     reason = LOADING
     stage = GateStage.BEGIN
@@ -195,7 +196,7 @@ class AdapterGate:
         return None
 
     def _waits_beside(self, request: Request) -> dict[str, float]:
-        """Request id -> time since when it waits, of the live or of the background requests, like this one."""
+        """Request id -> time since when it waits, of live or of background requests, like `request`."""
         return self._lines if request.is_background else self._slots.crowded_out
 
     def _has_to_drain(self, request: Request, adapter: AdapterRef, now: float) -> bool:

@@ -29,13 +29,13 @@ MAX_DISCARDED_BYTES = 64 * 2**20
 MIN_READ_BYTES = 64 * 1024
 """Bytes of an answer that a client must read within the write timeout."""
 LINGER_SECONDS = 2.0
-"""Time for a refused client to read the error, in seconds."""
+"""Seconds for a refused client to read the error."""
 MAX_NUM_SURPLUS = 256
 """Connections beyond the limit that get an error response before closing."""
 
 
 class Phase(enum.IntEnum):
-    """Phase in which an HTTP connection waits; its deadline, except ANSWER's, starts with it."""
+    """Phase in which an HTTP connection waits; entering any but ANSWER starts its deadline."""
 
     IDLE = 0
     """Waiting for the first byte of a request."""
@@ -44,7 +44,7 @@ class Phase(enum.IntEnum):
     ANSWER = 3
     """The application answers a request that has arrived in full."""
     CLOSING = 4
-    """Client reads the refusal; its data is dropped."""
+    """Client reads the refusal; further data is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +358,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         raise error
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer the arriving request with `error` and hang up; without it after earlier answers that still run, or at
-        once if its own has begun."""
+        """Answer the arriving request with `error` and hang up; without `error` after earlier answers that still run,
+        or at once if its answer has begun."""
         self._is_deaf = True
         arriving = self.cycle if self.phase is Phase.BODY else None
         if self._running is not None and self._running is not arriving:

@@ -60,8 +60,8 @@ async def render_chat(
     tools: list[dict[str, Any]] | None = None,
     inputs: TemplateInputs = NO_INPUTS,
 ) -> RenderedChat:
-    """Render and tokenize a conversation with the model's template. Raises UserError if that fails, or for an untrusted
-    template in the request."""
+    """Render and tokenize a conversation with the model's template. Raises UserError if that fails, or for a request's
+    untrusted template."""
     if inputs.source is not None and not context.settings.trust_request_chat_template:
         raise UserError(
             "chat_template is not taken from requests: the server needs --trust-request-chat-template",
@@ -179,7 +179,7 @@ async def generate(
 
 
 def check_line(output: RequestOutput, *, in_background: bool) -> None:
-    """Raise ApiError (503), after which it is asked again, for a line of a batch that was ended early."""
+    """Raise ApiError (503) for a line of a batch that was ended early; the batch asks it again."""
     if in_background and any(each.finish_reason == FinishReason.ABORT for each in output.outputs):
         raise unavailable("a line of a batch was ended early")
 
@@ -226,7 +226,7 @@ async def _joined(
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield (stream's index, item). An error of one stream ends all."""
+    """Yield (stream's index, item). One stream's error ends all streams."""
     queue: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
     # The queue holds at most one output of each stream; the stream itself merges those that come meanwhile.
     taken = [asyncio.Event() for _ in streams]
@@ -277,7 +277,7 @@ class TokenCounter:
 
     @property
     def draft_steps(self) -> bytes:
-        """`RequestMetrics.draft_steps` of the last prompt counted."""
+        """Last prompt's byte pairs (drafted, accepted)."""
         return self._metrics.draft_steps
 
     def usage(self, num_reasoning: int | None = None, num_predicted: int | None = None) -> Usage:

@@ -41,7 +41,7 @@ class Allowance:
         return self.use_if_left(0.0, amount)
 
     def use_if_left(self, amount: float, needed: float) -> float:
-        """Use `amount` if `needed` is left. Returns the seconds until then."""
+        """Use `amount` if `needed` is left. Returns the seconds until then; 0: used."""
         with self._numbers.lock():
             left = self.per_minute - self._refill()
             if needed <= left:
@@ -95,7 +95,7 @@ class Charge:
     """Charge of one request to its client: one request and the computed tokens."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
-        """Count a request. Raises ApiError as RateLimit.count_request does."""
+        """Count a request; a refusal (ApiError) in `metrics`."""
         client = CLIENT.get()
         self._limit = None if client is None else client.limit
         self._prompts: set[Hashable] = set()
@@ -107,7 +107,7 @@ class Charge:
                 raise
 
     def count(self, prompt: Hashable, output: RequestOutput) -> None:
-        """Charge an output's new tokens, and each `prompt`'s tokens with its first."""
+        """Charge an output's new tokens, and prompt tokens with each `prompt`'s first output."""
         if self._limit is None:
             return
         if prompt not in self._prompts:
@@ -117,12 +117,12 @@ class Charge:
 
 
 def names_owner(cache_salt: str | None) -> str:
-    """Owner of the names that a request has for pictures: its key and its salt. cache_salt: request's own."""
+    """Owner of a request's names for pictures: its key's digest and its salt. cache_salt: request's own."""
     return f"{OWNER.get()}:{client_salt(cache_salt)}"
 
 
 def client_salt(given: str | None) -> str:
-    """Cache salt of a request: its key's salt combined with its own."""
+    """Cache salt of a request: its key's combined with `given`, its own."""
     client = CLIENT.get()
     if client is None or not client.cache_salt:
         return given or ""

@@ -98,7 +98,7 @@ def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bo
     @app.post("/debug/abort")
     @admin
     async def abort_live(request: Request) -> Response:
-        """End one request early. 404 if this API process has none of that id, 409 for a line of a batch."""
+        """End one request early. 404 if this API process has no such request, 409 for a line of a batch."""
         context.check_alive()
         body = await read_request(request, context, AbortLive)
         name, mark, _ = body.request_id.rpartition("#")
@@ -115,8 +115,8 @@ def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bo
     @app.get("/debug/log")
     @admin
     async def log(after: str = "0", process: str = "") -> Response:
-        """Log lines for the page. after: number of the last line that the client has of `process`; any other returns
-        all its lines."""
+        """Log lines for the page. after: number of the client's last line of `process`; if that is not this process,
+        all."""
         number = whole_number("after", after, 0)
         lines = tail.lines(number if process in ("", tail.process) else 0)
         return json_response(LogLines(lines, tail.process), {"Cache-Control": "no-store"})

@@ -45,7 +45,8 @@ _encoder = msgspec.json.Encoder()
 
 
 class ResponseAnswer:
-    """Response of /v1/responses being made. keep: called with the whole response before the client sees its end."""
+    """Response of /v1/responses being made. keep: called with a whole response, not failed, before the client sees its
+    end."""
 
     def __init__(
         self,

@@ -23,19 +23,19 @@ UNKNOWN, GOES_ON, STOPS = 0, 1, 4
 
 
 class ConstraintText:
-    """Constraint (grammar's text) that live requests share. Its rehearsal is cancelled with the last of them."""
+    """Constraint (grammar's text) that live requests share. The last request's end cancels its rehearsal."""
 
     def __init__(self, service: ConstraintService, text: str, behind: bytearray | None = None) -> None:
-        """behind: record of earlier requests (see the attribute)."""
+        """behind: earlier requests' record of tokens that stop."""
         self._service = service
         self.text = text
         self.outcome: Outcome | None = None
         """None before the rehearsal."""
         self.job = 0
-        """Number of its rehearsal; 0: none has begun."""
+        """Number of the text's rehearsal; 0: none begun."""
         self.behind = bytearray(NUM_PLACES) if behind is None else behind
-        """Record per token id modulo NUM_PLACES: STOPS if the last such token ended a sequence or forced others, less
-        one per later one that did not, at least GOES_ON."""
+        """Byte per token id modulo NUM_PLACES: UNKNOWN at first; STOPS if the last such token ended a sequence or
+        forced others, less one per later one that did not, at least GOES_ON."""
 
     def note(self, token_id: int, *, stops: bool) -> None:
         """Record a sampled token in `behind`. stops: the token ended a sequence, or forced others."""
@@ -77,11 +77,11 @@ class RemoteMatcher:
         self.spec = spec
         self.slot = NO_SLOT
         self.serial = masks.next_serial()
-        """Number of its last `advance`, unique among all matchers."""
+        """Number of the last `advance`, unique among all matchers."""
         self.is_held = True
-        """True while the mask process does not know it."""
+        """True while the mask process does not know this matcher."""
         self.is_made = False
-        """True once it can be copied in the mask process."""
+        """True once the mask process can copy this matcher."""
         self.tokens = list(token_ids)
         """Followed tokens, as far as answered."""
         self.unanswered: tuple[Sequence[int], int, bool, Sequence[int], Sequence[int]] | None = None
@@ -166,7 +166,7 @@ class RemoteMatcher:
         self.has_mask = True
 
     def new(self, grammar: int) -> New:
-        """Message that makes it in a mask process, again after a restart."""
+        """Message that makes this matcher in a mask process or its successor. grammar: number there."""
         spec, serial = self.spec, self.serial if self.unanswered is None else 0
         options = spec.start_after, spec.ignore_eos, spec.allowed_token_ids
         return New(self.slot, serial, grammar, self.constraint.charge, self.tokens, *options)
@@ -175,7 +175,7 @@ class RemoteMatcher:
         return None if self.unanswered is None else Advance(self.slot, self.serial, *self.unanswered)
 
     def start_again(self, *, is_suspect: bool) -> None:
-        """Forget the masks of a mask process that is gone. is_suspect: it may have ended the process."""
+        """Forget the masks of a mask process that is gone. is_suspect: this matcher may have ended it."""
         self.is_held, self.is_made = True, False
         if self._own_mask is None:
             self._forget_mask()

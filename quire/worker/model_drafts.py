@@ -58,7 +58,7 @@ class ModelDrafts(HostDrafts):
         *,
         has_states: bool,
     ) -> None:
-        """backends: over the draft model's layers. vocab_size: vocabulary of the main model."""
+        """backends: over the draft model's layers. vocab_size: main model's. has_states: see HostDrafts."""
         super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         own, self._model = draft_model.config, draft_model.model
         self._tables = tables

@@ -93,7 +93,8 @@ class KernelCall:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects kernel calls while a model's layers run on placeholders. `keep` holds what their addresses point to."""
+    """Collects kernel calls while a model's layers run on placeholders. `keep` holds what the calls' addresses point
+    to."""
 
     calls: list[KernelCall] = field(default_factory=list)
     keep: list[object] = field(default_factory=list)
@@ -108,7 +109,7 @@ class Recorder:
         return Buffer(self, width, self.num_areas - 1, stride)
 
     def redirect(self, buffer: Buffer, target: Buffer) -> None:
-        """Make the call that produces `buffer`, and those it writes over, write to `target`'s memory."""
+        """Move `buffer`, and buffers that its call writes over, to `target`'s memory."""
         makers = {call.out: call for call in self.calls}
         over: Buffer | None = buffer
         while over is not None and over.area == ARENA:
@@ -131,8 +132,8 @@ class Recorder:
         buffers: dict[str, Buffer | None] | None = None,
         **constants: Any,
     ) -> Buffer:
-        """Add a kernel; returns its output of `width` columns, which takes the place of `over` if no later kernel reads
-        that (in_place: always). For the rest see KernelCall."""
+        """Add a kernel; returns its output of `width` columns, in the place of `over` if no later kernel reads `over`
+        (in_place: always). For the rest see KernelCall."""
         out = self._output(width, buffers)
         call = KernelCall(kernel, buffers or {}, constants, out, over, in_place, output, first_column, out_column)
         self.calls.append(call)
@@ -145,7 +146,7 @@ class Recorder:
         return self.state_layers.index(layer)
 
     def gather(self, x: Buffer) -> Buffer:
-        """Read rows of `x`, in its place. Everything recorded later has only these rows."""
+        """Rows of `x` that are read, in its place. Everything recorded later has only these."""
         assert not x.is_gathered, "rows are gathered once"
         self.has_gathered = True
         out = self._output(x.width, {})
@@ -168,9 +169,9 @@ class Recorder:
         arena: Scratch | None = None,
         others: Sequence[Buffer] = (),
     ) -> RecordedProgram:
-        """Place the buffers and build the program. result, others: kept to a run's end. scratch: kernels' working
-        memory; arena: placeholders' memory; shared between programs (None: own). A result in a shared arena can be
-        overwritten by any of them: `redirect` it."""
+        """Place the buffers and build the program. result, others: buffers kept to a run's end. scratch: kernels'
+        working memory; arena: placeholders' memory; shared between programs (None: own). Any of these programs can
+        overwrite a result in a shared arena: `redirect` it."""
         results = (result, *others)
         calls = hand_over_rows(fuse_norms(fuse_adapters(self.calls, results), results), results)
         elements = place_buffers(calls, results)
@@ -217,7 +218,7 @@ class TorchCall:
 
 
 def _rows_at(address: int, num_rows: int, width: int, stride: int) -> torch.Tensor:
-    """[num_rows, width] float32 over memory that the caller keeps."""
+    """[num_rows, width] float32, `stride` elements apart, over memory that the caller keeps."""
     memory = (ctypes.c_float * ((num_rows - 1) * stride + width)).from_address(address)
     return torch.frombuffer(memory, dtype=torch.float32).as_strided((num_rows, width), (stride, 1))
 
@@ -253,8 +254,7 @@ def fuse_norms(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[K
 
 
 def fuse_adapters(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
-    """Let a linear layer add its adapters' results itself, before its activation.
-    results: buffers kept."""
+    """Let a linear layer add its adapters' results itself, before its activation. results: buffers kept."""
     num_readers = _count_readers(calls)
     fused: list[KernelCall] = []
     for call in calls:
@@ -273,7 +273,7 @@ def fuse_adapters(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> lis
 
 
 def _is_expansion_of(call: KernelCall, shrink: KernelCall, linear: KernelCall, num_readers: Counter[Buffer]) -> bool:
-    """True if `call` adds the adapters of `shrink` to `linear`'s output, which no other reads."""
+    """True if `call` adds the adapters of `shrink` to `linear`'s output, which nothing else reads."""
     return (
         (linear.kernel, shrink.kernel, call.kernel) == ("linear", "adapter_shrink", "adapter_expand")
         and call.over is linear.out
@@ -297,7 +297,7 @@ def _activates(call: KernelCall, linear: KernelCall, num_readers: Counter[Buffer
 
 
 def hand_over_rows(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
-    """Mark linear layers whose only reader is the next one, so kernels may write its layout. results: buffers kept."""
+    """Mark linear layers that only the next one reads, so kernels choose the output's layout. results: buffers kept."""
     num_readers = _count_readers(calls)
     handed = list(calls)
     for place, (call, following) in enumerate(pairwise(calls)):
@@ -315,7 +315,7 @@ def _count_readers(calls: Sequence[KernelCall]) -> Counter[Buffer]:
 
 
 def _is_input_norm(norm: KernelCall, call: KernelCall) -> bool:
-    """True if `call` is a linear layer over the rows of `norm` that does not write over them."""
+    """True if `call` is a linear layer over `norm`'s output that does not overwrite `norm`'s input."""
     return (
         (norm.kernel, call.kernel) == ("norm", "linear")
         and not norm.in_place
@@ -404,7 +404,7 @@ class FirstRows:
 
 
 class RecordedProgram:
-    """Recorded native program over an arena of placeholders' memory. One run at a time."""
+    """Recorded native program over an arena of placeholders' memory (`elements` per row). One run at a time."""
 
     def __init__(
         self,

@@ -20,42 +20,42 @@ if TYPE_CHECKING:
 
 
 def _q8_0(blocks: Bytes) -> Parts:
-    """Float16 scale, then 32 signed bytes."""
+    """Parts from float16 scale and 32 signed bytes."""
     return _side_by_side(blocks[:, 2:]).view(np.int8), halves(blocks, 0), None
 
 
 def _q4_0(blocks: Bytes) -> Parts:
-    """Scale, then 16 bytes: values 0 to 15 in the low nibbles, 16 to 31 in the high nibbles, offset by 8."""
+    """Parts from scale and 16 bytes: values 0 to 15 in low nibbles, 16 to 31 in high ones, offset by 8."""
     scales = halves(blocks, 0)
     return split_halves(blocks[:, 2:]), scales, np.float32(-8) * scales
 
 
 def _q4_1(blocks: Bytes) -> Parts:
-    """Scale, offset, then 16 bytes as in Q4_0."""
+    """Parts from scale, offset, and 16 bytes as in Q4_0."""
     return split_halves(blocks[:, 4:]), halves(blocks, 0), halves(blocks, 2)
 
 
 def _q5_0(blocks: Bytes) -> Parts:
-    """Scale, fifth bits of the 32 values, the others as in Q4_0, offset by 16."""
+    """Parts from scale, 32 values' fifth bits, the others as in Q4_0, offset by 16."""
     return _five_bits(blocks[:, 2:6], blocks[:, 6:]) - np.int8(16), halves(blocks, 0), None
 
 
 def _q5_1(blocks: Bytes) -> Parts:
-    """Scale, offset, then values as in Q5_0."""
+    """Parts from scale, offset, and values as in Q5_0."""
     return _five_bits(blocks[:, 4:8], blocks[:, 8:]), halves(blocks, 0), halves(blocks, 2)
 
 
 def _q2_k(blocks: Bytes) -> Parts:
-    """16 groups of 16: one byte each with four bits of scale (low) and subtrahend (high), 64 bytes of bit pairs, and
-    the factors of scales and subtrahends as halves."""
+    """Parts from 16 groups of 16: one byte each, four bits of scale (low) and subtrahend (high), 64 bytes of bit pairs,
+    and scales' and subtrahends' factors as halves."""
     grid = blocks[:, :16]
     scales, offsets = halves(blocks, 80) * (grid & 15), -halves(blocks, 82) * (grid >> 4)
     return _quarters(blocks[:, 16:80]), scales, offsets
 
 
 def _q3_k(blocks: Bytes) -> Parts:
-    """16 groups of 16: 32 bytes of third bits, 64 bytes of lower bit pairs as in Q2_K, 12 bytes of six-bit scales
-    offset by 32, and a half. Values are offset by 4."""
+    """Parts from 16 groups of 16: 32 bytes of third bits, 64 of lower bit pairs as in Q2_K, 12 of six-bit scales offset
+    by 32, and their float16 factor. Values are offset by 4."""
     runs = np.arange(8, dtype=np.uint8)[:, None]
     third = (blocks[:, None, :32] >> runs & 1).reshape(-1, 256)
     values = (_quarters(blocks[:, 32:96]) | third << 2).view(np.int8) - np.int8(4)
@@ -65,19 +65,19 @@ def _q3_k(blocks: Bytes) -> Parts:
 
 
 def _iq4_nl(blocks: Bytes) -> Parts:
-    """Scale, then 16 bytes as in Q4_0 that index a table of values."""
+    """Parts from scale and 16 bytes as in Q4_0, indices of NONLINEAR."""
     return NONLINEAR[split_halves(blocks[:, 2:])], halves(blocks, 0), None
 
 
 def _q4_k(blocks: Bytes) -> Parts:
-    """Eight groups of 32: scales and offsets (`_group_grid`), then 128 bytes; in each run of 32, one group in the low
-    nibbles, the next in the high ones."""
+    """Parts from eight groups of 32: scales and offsets (`_group_grid`), and 128 bytes; in each run of 32, one group in
+    low nibbles, the next in high ones."""
     scales, offsets = _group_grid(blocks)
     return _runs(blocks[:, 16:]), scales, offsets
 
 
 def _q5_k(blocks: Bytes) -> Parts:
-    """Like Q4_K, with 32 bytes in between: bit g of byte i is the fifth bit of value i of group g."""
+    """Parts as from Q4_K, with 32 bytes between: bit g of byte i is the fifth bit of value i of group g."""
     scales, offsets = _group_grid(blocks)
     groups = np.arange(8, dtype=np.uint8)[:, None]
     fifth = blocks[:, 16:48].reshape(-1, 1, 32) >> groups & 1
@@ -86,8 +86,8 @@ def _q5_k(blocks: Bytes) -> Parts:
 
 
 def _q6_k(blocks: Bytes) -> Parts:
-    """16 groups of 16: 128 bytes of lower four bits, 64 of upper two, a signed byte per group, and a scale. Values are
-    offset by 32."""
+    """Parts from 16 groups of 16: 128 bytes of lower four bits, 64 of upper two, a signed byte per group, and scale.
+    Values are offset by 32."""
     count = len(blocks)
     lower = blocks[:, :128].reshape(count, 2, 1, 64)
     lower = np.concatenate((lower & 15, lower >> 4), axis=2).reshape(count, 2, 4, 32)

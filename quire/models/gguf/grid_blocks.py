@@ -29,7 +29,7 @@ _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
-    """Scale, 16 bits with the upper two of eight group scales, four bytes with their lower four bits, and 16 bytes per
+    """Parts from scale, 16 bits (eight group scales' upper two), four bytes (their lower four bits), and 16 bytes per
     group as in IQ4_NL."""
     upper = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     scales = (_nibbles(blocks[:, 4:8]) | upper.astype(np.uint8) << 4).view(np.int8) - np.int8(32)
@@ -38,8 +38,8 @@ def _iq4_xs(blocks: Bytes) -> Parts:
 
 
 def _iq2_xxs(blocks: Bytes) -> Parts:
-    """Float16 scale, then eight bytes per group of 32 weights: four grid indices of a byte each, and 32 bits: four
-    times seven bits of signs below four bits of scale."""
+    """Parts from float16 scale and eight bytes per group of 32 weights: four grid indices, a byte each, and 32 bits:
+    four times seven of signs below four of scale."""
     pairs = blocks[:, 2:].view("<u4").reshape(-1, 8, 2)
     entries = np.ascontiguousarray(pairs[:, :, 0]).view(np.uint8)
     values, steps = _with_even_signs(words("IQ2_XXS", _TWO_BITS)[entries], pairs[:, :, 1])
@@ -47,7 +47,7 @@ def _iq2_xxs(blocks: Bytes) -> Parts:
 
 
 def _iq2_xs(blocks: Bytes) -> Parts:
-    """Scale, 32 x 16 bits (nine of an entry, seven of signs), then four-bit scales of 16 groups."""
+    """Parts from scale, 32 x 16 bits (nine of entry, seven of signs), and 16 groups' four-bit scales."""
     codes = blocks[:, 2:66].view("<u2")
     signs = _sign_masks()[_even_signs()[codes >> 9]]
     values = _signed(words("IQ2_XS", _TWO_BITS)[codes & 511], signs)
@@ -55,7 +55,7 @@ def _iq2_xs(blocks: Bytes) -> Parts:
 
 
 def _iq2_s(blocks: Bytes) -> Parts:
-    """Scale, 32 entries, a byte of signs for each, the entries' upper bit pairs, then scales as in IQ2_XS."""
+    """Parts from scale, 32 entries, a byte of signs each, the entries' upper bit pairs, and scales as in IQ2_XS."""
     upper = (blocks[:, 66:74, None] >> _TWO_BIT_SHIFTS & 3).reshape(-1, 32)
     entries = words("IQ2_S", _TWO_BITS)[blocks[:, 2:34] | upper.astype(np.uint16) << 8]
     values = _signed(entries, _sign_masks()[blocks[:, 34:66]])
@@ -63,15 +63,15 @@ def _iq2_s(blocks: Bytes) -> Parts:
 
 
 def _iq3_xxs(blocks: Bytes) -> Parts:
-    """Scale, 64 entries of four weights, then 32 bits per group as in IQ2_XXS."""
+    """Parts from scale, 64 entries of four weights, and 32 bits per group as in IQ2_XXS."""
     entries = words("IQ3_XXS", _THREE_BITS)[blocks[:, 2:66]].view("<u8")
     values, steps = _with_even_signs(entries, blocks[:, 66:].view("<u4"))
     return values, halves(blocks, 0) * steps * _HALF, None
 
 
 def _iq3_s(blocks: Bytes) -> Parts:
-    """Scale, 64 entries of four weights, their ninth bits, a byte of signs per eight weights, and four-bit scales of
-    eight groups."""
+    """Parts from scale, 64 entries of four weights, their ninth bits, a byte of signs per eight weights, and eight
+    groups' four-bit scales."""
     ninth = np.unpackbits(np.ascontiguousarray(blocks[:, 66:74]), axis=1, bitorder="little")
     entries = words("IQ3_S", _UPPER_HALVES)[blocks[:, 2:66] | ninth.astype(np.uint16) << 8].view("<u8")
     codes = entries ^ (_sign_masks()[blocks[:, 74:106]] & np.uint64(0x0F0F0F0F0F0F0F0F))
@@ -80,8 +80,8 @@ def _iq3_s(blocks: Bytes) -> Parts:
 
 
 def _iq1_s(blocks: Bytes) -> Parts:
-    """Scale, 32 entries, then 16 bits per group: three more for each entry, three of scale, and the sign of the
-    delta."""
+    """Parts from scale, 32 entries, and 16 bits per group: three more per entry, three of scale, and the delta's
+    sign."""
     grid = blocks[:, 34:].view("<u2")
     upper = (grid[:, :, None] >> _THREE_BIT_SHIFTS & 7).reshape(-1, 32)
     codes = words("IQ1_S", _TERNARY)[blocks[:, 2:34] | upper << 8]
@@ -91,8 +91,8 @@ def _iq1_s(blocks: Bytes) -> Parts:
 
 
 def _iq1_m(blocks: Bytes) -> Parts:
-    """32 entries, four bits for each (three more, and the delta's sign), and four times 16 bits: three per group scale,
-    and four of the overall scale."""
+    """Parts from 32 entries, four bits each (three more, and the delta's sign), and four times 16 bits: three per group
+    scale, and four of overall scale."""
     grid = blocks[:, 48:].view("<u2")
     half = np.bitwise_or.reduce(grid >> 12 << np.array([0, 4, 8, 12], dtype=np.uint16), axis=1, keepdims=True)
     scale = half.astype("<u2").view("<f2").astype(np.float32)
@@ -107,7 +107,7 @@ def _iq1_m(blocks: Bytes) -> Parts:
 
 
 def _tq1_0(blocks: Bytes) -> Parts:
-    """48 bytes of five base-3 weights, four bytes of four, and a scale."""
+    """Parts from 48 bytes of five base-3 weights, four bytes of four, and scale."""
     runs = [(blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)]
     shifted = [(part[:, None] * _POWERS_OF_3[:count, None]).reshape(len(blocks), -1) for part, count in runs]
     digits = np.concatenate(shifted, axis=1).astype(np.uint16) * np.uint16(3) >> 8
@@ -116,7 +116,7 @@ def _tq1_0(blocks: Bytes) -> Parts:
 
 
 def _tq2_0(blocks: Bytes) -> Parts:
-    """64 bytes of bit pairs, per 32 bytes lowest first, and a scale. Weights are offset by 1."""
+    """Parts from 64 bytes of bit pairs, per 32 bytes lowest first, and scale. Weights are offset by 1."""
     values = (blocks[:, :64].reshape(-1, 2, 1, 32) >> _TWO_BIT_SHIFTS[:, None] & np.uint8(3)).reshape(-1, 256)
     scales = halves(blocks, 64)
     return values, scales, -scales
@@ -127,8 +127,8 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def _with_even_signs(entries: Words, grid: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int8], Floats]:
-    """Apply signs and scales. entries: [n, 32]. grid: [n, 8], seven bits of signs four times, below the scale. Returns
-    weights [n, 256] and scales [n, 8]."""
+    """Signed weights [n, 256] and scales [n, 8]. entries: [n, 32], eight weights each. grid: [n, 8], seven bits of
+    signs four times, below the scale."""
     codes = (grid[:, :, None] >> _SEVEN_BIT_SHIFTS & 127).reshape(-1, 32)
     return _signed(entries, _sign_masks()[_even_signs()[codes]]), _HALF + (grid >> 28).astype(np.float32)
 

@@ -41,7 +41,7 @@ class _Part:
 
 
 def packed_weight_bytes(file: GGUFFile, model: ModelConfig) -> int:
-    """Bytes of all weights in memory, for the plan before loading. file: the model's, open or closed."""
+    """Bytes of all weights packed in memory for CPU kernels. file: the model's, open or closed."""
     layout = head_layout(file)
     matrices: dict[str, list[_Part]] = {}
     total = 0
@@ -76,7 +76,7 @@ def _key_elements(model: ModelConfig, elements: int) -> int:
 
 
 def _part(model: ModelConfig, entry: TensorEntry, elements: int, is_reordered: bool) -> _Part:
-    """elements: number packed together. is_reordered: its columns are permuted, so blocks are unpacked."""
+    """elements: the entry's in this part. is_reordered: entry's columns are permuted, so blocks are unpacked."""
     kind = entry.type.name
     if entry.type.values == 1:
         return _plain_part(model.quantization, entry, elements)
