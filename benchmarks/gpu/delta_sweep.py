@@ -1,9 +1,8 @@
 """Tiles of the gated delta rule's prompts: python -m benchmarks.gpu.delta_sweep --out FILE [--tiny]
 
-Qwen3-Next's shape; every kernel alone. `difference` and `state difference` are norms of differences from float64 over
-the norms of results and of last states, `rounding` what the results' dtype costs alone. `python -m
-tests.kernels.triton.ahead_of_time 90 delta cache` compiles every kernel before. --tiny: a small shape in Triton's
-interpreter.
+Qwen3-Next's shape; every kernel alone. `difference` and `state difference` are relative errors (norms, from float64) of
+results and last states, `rounding` what the results' dtype costs alone. `python -m tests.kernels.triton.ahead_of_time
+90 delta cache` compiles every kernel before. --tiny: a small shape in Triton's interpreter.
 """
 
 from __future__ import annotations

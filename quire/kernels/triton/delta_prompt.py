@@ -1,10 +1,9 @@
-"""Gated delta rule of prompts, over chunks of BORDER tokens in two kernels: first what no state changes, for all chunks
-at once, then the states in order.
+"""Gated delta rule of prompts, over chunks of BORDER tokens: first what no state changes, for all chunks at once, then
+the states in order.
 
 In a chunk that begins with state C, updates are u = T (beta (v - exp(G) C' k)). T is the inverse of 1 + A; A holds
-beta_n exp(G_n - G_i) (k_n k_i) for i < n (`layers/states.py`). Queries and keys are multiplied as the step has them,
-exact in bfloat16, their norms being factors of rows; float32 operands are split into bfloat16 parts. Bits depend on
-where steps begin.
+beta_n exp(G_n - G_i) (k_n k_i) for i < n (`layers/states.py`). Queries and keys are multiplied unnormalised, exact in
+bfloat16; float32 operands are split into bfloat16 parts. Bits depend on where steps begin.
 """
 
 from __future__ import annotations

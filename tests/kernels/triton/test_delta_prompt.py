@@ -32,9 +32,9 @@ from tests.worker.platform.device_states import on_device
 pytestmark = pytest.mark.usefixtures("default_device")
 
 STEPS = [[(0, 0, 127), (1, 0, 1), (2, 0, 5)], [(0, 127, 66), (2, 5, 65)], [(0, 193, 1)], [(0, 194, 6)]]
-"""(sequence, first token, tokens). Prompts that begin between borders and end there, two in one step, the first in as
-many chunks as there may be, over an interval's end; beside them and behind them pieces too short for the prompts'
-kernels and single tokens, which go on from the rows that prompts keep."""
+"""(sequence, first token, tokens). Prompts that begin and end between borders, two in one step, the first in as many
+chunks as can be, over an interval's end; before, beside and behind them short pieces and single tokens, for other
+kernels, which share their kept rows."""
 
 
 def in_steps(rule: DeltaRule, inputs: Sequence[Inputs], *, batch_invariant: bool) -> tuple[list[torch.Tensor], Pool]:
