@@ -1,10 +1,5 @@
-"""Gated delta rule of prompts, over chunks of BORDER tokens: first what no state changes, for all chunks at once, then
-the states in order.
-
-In a chunk that begins with state C, updates are u = T (beta (v - exp(G) C' k)). T is the inverse of 1 + A; A holds
-beta_n exp(G_n - G_i) (k_n k_i) for i < n (`layers/states.py`). Queries and keys are multiplied unnormalised, exact in
-bfloat16; float32 operands are split into bfloat16 parts. Bits depend on where steps begin.
-"""
+"""Gated delta rule of prompts: what no state changes, for all chunks of BORDER tokens at once, then states in order.
+Bits depend on where steps begin."""
 
 from __future__ import annotations
 
@@ -19,26 +14,24 @@ import triton.language as tl
 from quire.attention.device_batch import DeviceStateStep
 from quire.config.model_shape import STATE_BORDER
 from quire.kernels.arguments import NORM_EPSILON, DeltaRule
-from quire.kernels.triton.delta_common import BORDER, product, step_of
+from quire.kernels.triton.delta_common import BORDER, SMALLEST_TILE, product, step_of
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS
 from quire.kernels.triton.runtime import blocks_of, bound, dot, launch, narrow, next_power_of_2
 
+# In a chunk that begins with state C, updates are u = T (beta (v - exp(G) C' k)) (`layers/states.py`). T is the inverse
+# of 1 + A; A holds beta_n exp(G_n - G_i) (k_n k_i) for i < n. Queries and keys are multiplied unnormalised, exact in
+# bfloat16; float32 operands are split into bfloat16 parts: in one part the error exceeds that of a bfloat16 result.
 LEAST_TOKENS = STATE_BORDER
-"""New tokens from which on a sequence is computed here: its first chunk then ends at a border, and one border costs
-`_rule_kernel` more than both kernels' launches."""
-SMALLEST_TILE = 16
-"""Rows of the smallest product tile."""
+"""Fewest new tokens of a sequence computed here: its first chunk then ends at a border."""
 DOUBLINGS = tl.constexpr(STATE_BORDER.bit_length() - 1)
-"""Times that a block of one row doubles up to BORDER rows."""
+# Rows of factors: of values, results of keys and of queries with the state, updates that enter the state; the state's.
 FACTORS = tl.constexpr(5)
-"""Factors of a chunk's rows that the states' pass reads: of values, results of keys and of queries with the state,
-updates that enter the state; the last row has one, of the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTiles:
-    """Choices of the kernels. parts: bfloat16 numbers that a float32 operand becomes (0: products of float32). columns:
-    number that a program has of a state. chunk_registers: maximum of a thread (0: the compiler's)."""
+    """Tiles of both kernels. parts: bfloat16 numbers for a float32 operand (0: products of float32). columns: a
+    program's. chunk_registers: most (0: any)."""
 
     parts: int
     columns: int
@@ -64,7 +57,6 @@ def _low(x):
 
 @triton.jit
 def _plain_product(a, b, accumulator, PARTS: tl.constexpr):
-    """accumulator + a @ b, of the step's dtype."""
     if PARTS == 0:
         accumulator = product(a.to(tl.float32), b.to(tl.float32), accumulator)
     else:
@@ -74,7 +66,7 @@ def _plain_product(a, b, accumulator, PARTS: tl.constexpr):
 
 @triton.jit
 def _mixed_product(plain, x, accumulator, PARTS: tl.constexpr):
-    """accumulator + plain, of the step's dtype, @ x, float32."""
+    # plain: of the step's dtype; x: float32
     if PARTS == 0:
         accumulator = product(plain.to(tl.float32), x, accumulator)
     else:
@@ -86,7 +78,6 @@ def _mixed_product(plain, x, accumulator, PARTS: tl.constexpr):
 
 @triton.jit
 def _wide_product(a, b, accumulator, PARTS: tl.constexpr):
-    """accumulator + a @ b, all float32, to 16 bits if in parts."""
     if PARTS == 0:
         accumulator = product(a, b, accumulator)
     else:
@@ -99,7 +90,7 @@ def _wide_product(a, b, accumulator, PARTS: tl.constexpr):
 
 @triton.jit
 def _stored_product(matrix, x, accumulator, SIZE: tl.constexpr, PARTS: tl.constexpr):
-    """accumulator + matrix @ x. matrix: pointers to what `_store_matrix` wrote. x: float32."""
+    # matrix: pointers to what `_store_matrix` wrote; x: float32
     first = tl.load(matrix)
     if PARTS == 0:
         accumulator = product(first, x, accumulator)
@@ -124,7 +115,7 @@ def _store_matrix(to, matrix, SIZE: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _first_slot(query_start, sequence):
-    """Slot of a sequence's first chunk in the step. n tokens are in at most n // BORDER + 2 chunks."""
+    # n tokens are in at most n // BORDER + 2 chunks
     return tl.load(query_start + sequence) // BORDER + 2 * sequence
 
 
@@ -143,8 +134,8 @@ def _sequence_of_slot(query_start, slot, num_seqs):
 
 @triton.jit
 def _inverse(a, PARTS: tl.constexpr):
-    """Inverse of 1 + a. a: [BORDER, BORDER], nonzero below the diagonal only. Blocks of twice the size at a time: the
-    inverse of [[B, 0], [C, D]] is that of B and D, and -D^-1 C B^-1."""
+    """Inverse of 1 + a; a is nonzero below the diagonal only."""
+    # Blocks of twice the size at a time: the inverse of [[B, 0], [C, D]] is that of B and D, and -D^-1 C B^-1.
     row, column = tl.arange(0, BORDER)[:, None], tl.arange(0, BORDER)[None, :]
     apart = row ^ column  # less than the size of the smallest block that both are in
     nothing = tl.zeros((BORDER, BORDER), tl.float32)
@@ -162,8 +153,9 @@ def _chunk_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr,
     EPSILON: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Program (slot, value head): a chunk's matrices and factors. matrices: [slots, VALUE_HEADS, 2, PLANES, BORDER,
-    BORDER], T and what queries take of updates. factors: [slots, VALUE_HEADS, FACTORS, BORDER]."""
+    """Program (slot, value head). matrices: [slots, VALUE_HEADS, 2, PLANES, BORDER, BORDER]; factors: [slots,
+    VALUE_HEADS, FACTORS, BORDER]."""
+    # Matrices: T, and what results take of updates.
     slot, head = tl.program_id(0), tl.program_id(1)
     sequence = _sequence_of_slot(query_start, slot, num_seqs)
     first, start, length = step_of(query_start, seq_lens, sequence)
@@ -213,7 +205,7 @@ def _state_before(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr,
     KEY_BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """State after `start` tokens, of the page's at the last border and its kept rows."""
+    """State after `start` tokens, kept rows included."""
     row, dims = tl.arange(0, BORDER), tl.arange(0, KEY_BLOCK)
     is_dim, is_column = dims < KEY_DIM, columns < VALUE_DIM
     state_at = (head * KEY_DIM + dims)[:, None] * VALUE_LINE + columns[None, :]
@@ -239,7 +231,7 @@ def _states_kernel(
     KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     LEAST: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Results and states. Program (BLOCK columns, value head, sequence). See `_rule_kernel` for the pages."""
+    """Program (BLOCK columns, value head, sequence)."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, start, length = step_of(query_start, seq_lens, sequence)
     if length - start < LEAST:
@@ -297,8 +289,7 @@ def prompt_rule(
     states: DeviceStateStep,
     tiles: PromptTiles | None = None,
 ) -> None:
-    """Compute sequences of LEAST_TOKENS new tokens and more. tensors: qkv, gates, out and decays. parts: the layer's
-    pages at state, updates, keys and decays."""
+    """Compute prompts. tensors: qkv, gates, out, decays. parts: `rule_parts`."""
     qkv, gates, out, decays = tensors
     batch, table = states.batch, states.tables[rule.layer]
     tiles = tiles or (BFLOAT16 if qkv.dtype == torch.bfloat16 else FLOAT32)
