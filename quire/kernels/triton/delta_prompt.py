@@ -41,7 +41,7 @@ class PromptTiles:
     chunk_registers: int = 0
 
 
-BFLOAT16 = PromptTiles(2, 32, 4, 4, 2)
+BFLOAT16 = PromptTiles(2, 32, 4, 4, 3)
 FLOAT32 = PromptTiles(0, 32, 8, 8, 1)
 
 

@@ -150,7 +150,7 @@ class ExpertPlan:
 
 
 MANY_TILES = (
-    (96, ExpertPlan(ProductTiles(128, 128, 64, 8, 3), ProductTiles(128, 128, 64, 8, 3), together=8, narrows=True)),
+    (64, ExpertPlan(ProductTiles(128, 128, 64, 8, 3), ProductTiles(128, 256, 64, 8, 4), together=8, narrows=True)),
 )
 """Least rows per expert, and tiles from there on, of 16-bit matrices on Hopper."""
 

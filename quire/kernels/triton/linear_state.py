@@ -25,7 +25,7 @@ CHANNELS = 1024
 NORM_ELEMENTS = 2048
 """Elements per program of the gated norm."""
 COLUMNS = 32
-"""Most columns of a state per program."""
+"""Columns of a state per program, at most."""
 MAX_TOKENS = 2**31 - 1
 NO_ACTIVATION = tl.constexpr(-1)
 ROWS = tl.constexpr(TILE)
