@@ -24,7 +24,7 @@ from benchmarks.gpu.records import Record
 from benchmarks.gpu.summary import summarize
 from benchmarks.gpu.timing import Call, measure
 from quire.kernels.arguments import Routing
-from quire.kernels.triton.experts import ExpertMatrices, ExpertPlan, apply_experts, combined, expert_tiles, multiply
+from quire.kernels.triton.experts import ExpertMatrices, ExpertPlan, ExpertProducts, combined, expert_tiles
 from quire.kernels.triton.matmul import ProductTiles
 from quire.kernels.triton.routing import ExpertTiles, route, sort_by_expert
 from quire.kernels.triton.weight_formats import StoredMatrix
@@ -163,7 +163,7 @@ class Operands:
             new(rows, size),
             routing,
             new(pairs, width),
-            new(pairs, size).float(),
+            new(pairs, size, dtype=torch.float32),
         )
 
     def calls(self, rows: int, what: str) -> Iterator[tuple[str, Call]]:
@@ -204,14 +204,17 @@ class Operands:
         self, x: torch.Tensor, order: ExpertTiles, out: torch.Tensor, plan: ExpertPlan, is_first: bool
     ) -> torch.Tensor:
         shares = self.routing[:, self.mixture.top_k :]
-        multiply(self.matrices, x, order, shares, out, "silu", None, False, plan, is_first=is_first)
+        self._in(plan).multiply(x, order, shares, out, is_first=is_first)
         return out
 
     def pairs(self, block_m: int) -> torch.Tensor:
         return sort_by_expert(self.routing, self.mixture.num_experts, block_m).pairs
 
     def layer(self, plan: ExpertPlan) -> torch.Tensor:
-        return apply_experts(self.matrices, self.x, self.routing, self.x, "silu", None, False, plan=plan)
+        return self._in(plan).apply(self.x, self.routing, self.x)
+
+    def _in(self, plan: ExpertPlan) -> ExpertProducts:
+        return ExpertProducts(self.matrices, plan, "silu", None, False)
 
 
 def name_of(chosen: Way) -> str:
@@ -264,7 +267,7 @@ def sweep(device: torch.device, ceilings: Ceilings, seconds: float, *, tiny: boo
 def dry_calls() -> Iterator[Call]:
     """Each kernel of the sweep once, over memory of the host that is not there, to compile it ahead."""
     for mixture, rows, what in CASES:
-        operands = Operands.build(mixture, 32, torch.device("cpu"), is_dry=True)
+        operands = Operands.build(mixture, rows, torch.device("cpu"), is_dry=True)
         for _, call in operands.calls(rows, what):
             yield call
 

@@ -1,7 +1,6 @@
 """Tiles and splits of device attention, from shapes and device limits.
 
-Memory bandwidth bounds decodes: few rows, several loads in flight, enough programs. Arithmetic bounds prompts. Shared
-memory and registers limit tiles.
+Memory bandwidth bounds decodes: few rows, several loads in flight, enough programs. Arithmetic bounds prompts.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 """Shared memory of a block in KiB by compute capability (CUDA C++ Programming Guide)."""
 SMALLEST_SHARED_MEMORY = 99
-"""Shared memory of a block in KiB on unlisted cards from capability 8.0 on."""
+"""The same on unlisted cards from capability 8.0 on."""
 SMALL_ROWS = 16
 """Rows of the matrix units' smallest tile."""
 MIDDLE_ROWS = 64

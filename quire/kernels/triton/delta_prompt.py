@@ -38,8 +38,8 @@ updates that enter the state; the last row has one, of the state."""
 
 @dataclass(frozen=True, slots=True)
 class PromptTiles:
-    """Choices of the kernels. parts: bfloat16 parts of float32 operands; 0: products of float32. columns: of a state
-    per program. chunk_registers: maximum of a thread (0: the compiler's)."""
+    """Choices of the kernels. parts: bfloat16 numbers that a float32 operand becomes (0: products of float32). columns:
+    number that a program has of a state. chunk_registers: maximum of a thread (0: the compiler's)."""
 
     parts: int
     columns: int
@@ -49,7 +49,7 @@ class PromptTiles:
     chunk_registers: int = 0
 
 
-BFLOAT16 = PromptTiles(2, 32, 4, 4, 2)
+BFLOAT16 = PromptTiles(2, 32, 4, 4, 3)
 FLOAT32 = PromptTiles(0, 32, 8, 8, 1)
 
 
@@ -65,7 +65,7 @@ def _low(x):
 
 @triton.jit
 def _plain_product(a, b, accumulator, PARTS: tl.constexpr):
-    """accumulator + a @ b. a, b: of the step's dtype."""
+    """accumulator + a @ b, of the step's dtype."""
     if PARTS == 0:
         accumulator = product(a.to(tl.float32), b.to(tl.float32), accumulator)
     else:
@@ -75,7 +75,7 @@ def _plain_product(a, b, accumulator, PARTS: tl.constexpr):
 
 @triton.jit
 def _mixed_product(plain, x, accumulator, PARTS: tl.constexpr):
-    """accumulator + plain @ x. plain: of the step's dtype. x: float32."""
+    """accumulator + plain, of the step's dtype, @ x, float32."""
     if PARTS == 0:
         accumulator = product(plain.to(tl.float32), x, accumulator)
     else:

@@ -1,5 +1,5 @@
-"""Mixtures of experts: products of rows with their chosen experts' matrices. The device sorts (row, expert) pairs by
-expert, so the host never waits. Additions run in order."""
+"""Mixtures of experts: products of rows with their chosen experts' matrices. The device sorts pairs by expert,
+so the host never waits. Additions run in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.kernels.triton.weight_formats import PLAIN, StoredMatrix, product
 COLUMNS = 1024
 """Elements of a row per program of `combine`."""
 EXPERT_COLUMNS = 64
-"""Columns of a result tile; a gate-and-up tile is twice as wide before the activation."""
+"""Columns of a result tile; gate and up have twice as many."""
 FEW_ROWS = 16
 """Pairs of a tile where an expert has few."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -63,7 +63,7 @@ def _experts_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """FIRST: activation(gate) * up of x's rows, to the pair's row of out; else down of the pair's row of x. WEIGHS: the
-    pair's weight multiplies input (FIRST) or output. together: see ExpertPlan."""
+    pair's weight multiplies input (FIRST) or output."""
     num_tiles = tl.num_programs(0)
     program = tl.program_id(1) * num_tiles + tl.program_id(0)
     tile, block = grouped(program, num_tiles, tl.num_programs(1), together)
@@ -125,9 +125,8 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """Matrices of all experts. gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate];
-    biases [E, 2 * intermediate] and [E, size] in the activations' dtype, or None. rounds_activations: see `matmul`, for
-    matrices that can."""
+    """Matrices of all experts, stacked (see ExpertWeights). Biases: [E, rows of a matrix] in the activations' dtype, or
+    None. rounds_activations: see `matmul`."""
 
     gate_up: StoredMatrix
     down: StoredMatrix
@@ -136,14 +135,13 @@ class ExpertMatrices:
     rounds_activations: bool = False
 
     def rounds(self, matrix: StoredMatrix) -> bool:
-        """True if `matrix` multiplies rounded rows."""
         return self.rounds_activations and matrix.multiplies_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Tiles of both products, of equal `block_m`. together: rows of tiles whose programs run side by side, column by
-    column, to share operands in the L2 cache; 0: all. narrows: down's results have x's dtype, not float32."""
+    """Tiles of both products, of equal `block_m`. together: rows of tiles that run side by side, to share
+    operands in the L2 cache; 0: all. narrows: down's results have x's dtype, not float32."""
 
     gate_up: ProductTiles
     down: ProductTiles
@@ -152,7 +150,7 @@ class ExpertPlan:
 
 
 MANY_TILES = (
-    (96, ExpertPlan(ProductTiles(128, 128, 64, 8, 3), ProductTiles(128, 128, 64, 8, 3), together=8, narrows=True)),
+    (64, ExpertPlan(ProductTiles(128, 128, 64, 8, 3), ProductTiles(128, 256, 64, 8, 4), together=8, narrows=True)),
 )
 """Least rows per expert, and tiles from there on, of 16-bit matrices on Hopper."""
 
@@ -160,7 +158,8 @@ MANY_TILES = (
 def expert_tiles(
     matrices: ExpertMatrices, dtype: torch.dtype, pairs: float, device: torch.device, *, batch_invariant: bool
 ) -> ExpertPlan:
-    """Tiles of a step. dtype: x's. pairs: rows per expert. batch_invariant: the same for any number of rows."""
+    """Tiles of a step. dtype: x's. pairs: rows per expert. batch_invariant: a row's bits do not depend on
+    the number of rows."""
     is_narrow = dtype != torch.float32
     if not batch_invariant and is_narrow and matrices.gate_up.kind == matrices.down.kind == PLAIN.value:
         for least, plan in MANY_TILES if has_room_for_many(device) else ():
@@ -174,16 +173,88 @@ def expert_tiles(
         # Of nine ways tried on an H100, the fastest at 1, 32 and 256 rows of Qwen3-30B-A3B, by 5 to 9 %.
         block_k = 2 * usual.block_k if matrix.kind == PLAIN.value and is_narrow else usual.block_k
         tiles.append(replace(usual, block_m=FEW_ROWS, block_k=block_k, num_warps=4) if few else usual)
-    return ExpertPlan(*tiles, together=0 if few else GROUP_M)
+    gate_up, down = tiles
+    return ExpertPlan(gate_up, down, together=0 if few else GROUP_M)
 
 
 @lru_cache
 def has_room_for_many(device: torch.device) -> bool:
-    """True on cards with Hopper's shared memory, and without a card."""
+    """True on cards with Hopper's shared memory, and off cards."""
     if device.type != "cuda":
         return True
     capability = torch.cuda.get_device_capability(device)
     return capability >= (9, 0) and DeviceLimits(capability).shared_memory >= DeviceLimits().shared_memory
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProducts:
+    """Products of a mixture in a plan's tiles."""
+
+    matrices: ExpertMatrices
+    plan: ExpertPlan
+    activation: str
+    limit: float | None
+    weighs_input: bool
+
+    def apply(self, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        num_rows, size = x.shape
+        num_experts, _, intermediate = self.matrices.down.shape
+        top_k = routing.shape[1] // 2
+        order = sort_by_expert(routing, num_experts, self.plan.gate_up.block_m)
+        inner = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
+        dtype = x.dtype if self.plan.narrows else torch.float32
+        results = torch.empty(num_rows * top_k, size, dtype=dtype, device=x.device)
+        shares = routing[:, top_k:]
+        self.multiply(x, order, shares, inner, is_first=True)
+        self.multiply(inner, order, shares, results, is_first=False)
+        return combined(results, residual, x, top_k)
+
+    def multiply(
+        self, x: torch.Tensor, order: ExpertTiles, shares: torch.Tensor, out: torch.Tensor, *, is_first: bool
+    ) -> None:
+        """Gate and up with the activation, or down. out: [pairs, n]."""
+        matrices, plan = self.matrices, self.plan
+        matrix, bias, tiles = (
+            (matrices.gate_up, matrices.gate_up_bias, plan.gate_up)
+            if is_first
+            else (matrices.down, matrices.down_bias, plan.down)
+        )
+        rounds = matrices.rounds(matrix)
+        assert plan.gate_up.block_m == plan.down.block_m, "rows are sorted into tiles once"
+        assert x.stride(1) == 1, "the elements of a row lie side by side"
+        rounded = round_rows(x, matrix) if rounds else None
+        rows = x if rounded is None else rounded.codes
+        launch(
+            _experts_kernel,
+            (len(order.tiles), blocks_of(out.shape[1], tiles.block_n)),
+            rows,
+            None if rounded is None else rounded.scales,
+            *matrix.tensors,
+            bias,
+            out,
+            order.pairs,
+            order.tiles,
+            shares,
+            out.shape[1],
+            rows.stride(0),
+            0 if rounded is None else rounded.scales.stride(0),
+            shares.stride(0),
+            self.limit or 0.0,
+            plan.together or len(order.tiles),
+            DTYPE=TRITON_DTYPES[x.dtype],
+            **matrix.constants(rounds_activations=rounds),
+            TOP_K=shares.shape[1],
+            FIRST=is_first,
+            WEIGHS=self.weighs_input == is_first,
+            HAS_BIAS=bias is not None,
+            HAS_LIMIT=self.limit is not None,
+            KIND=KINDS[self.activation],
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_K=tiles.block_k,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
 
 
 def apply_experts(
@@ -196,88 +267,18 @@ def apply_experts(
     weighs_input: bool,
     *,
     batch_invariant: bool = True,
-    plan: ExpertPlan | None = None,
 ) -> torch.Tensor:
     """residual + the weighted sum of the experts' results. x, residual: [T, size] of one dtype, plain matrices' too.
-    routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights. batch_invariant: a
-    row's bits do not depend on the number of rows. plan: tiles (`expert_tiles`)."""
-    num_rows, size = x.shape
-    if num_rows == 0:
-        return x.new_empty(0, size)
-    num_experts, _, intermediate = matrices.down.shape
-    top_k = routing.shape[1] // 2
-    if plan is None:
-        pairs = num_rows * top_k / num_experts
-        plan = expert_tiles(matrices, x.dtype, pairs, x.device, batch_invariant=batch_invariant)
-    order = sort_by_expert(routing, num_experts, plan.gate_up.block_m)
-    inner = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
-    results = torch.empty(num_rows * top_k, size, dtype=x.dtype if plan.narrows else torch.float32, device=x.device)
-    shares = routing[:, top_k:]
-    gating = activation, limit, weighs_input
-    multiply(matrices, x, order, shares, inner, *gating, plan, is_first=True)
-    multiply(matrices, inner, order, shares, results, *gating, plan, is_first=False)
-    return combined(results, residual, x, top_k)
-
-
-def multiply(
-    matrices: ExpertMatrices,
-    x: torch.Tensor,
-    order: ExpertTiles,
-    shares: torch.Tensor,
-    out: torch.Tensor,
-    activation: str,
-    limit: float | None,
-    weighs_input: bool,
-    plan: ExpertPlan,
-    *,
-    is_first: bool,
-) -> None:
-    """One product of `apply_experts`. order: of the plan's tiles. shares: [T, top_k] float32. out: [pairs, n]."""
-    matrix, bias, tiles = (
-        (matrices.gate_up, matrices.gate_up_bias, plan.gate_up)
-        if is_first
-        else (matrices.down, matrices.down_bias, plan.down)
-    )
-    rounds = matrices.rounds(matrix)
-    assert plan.gate_up.block_m == plan.down.block_m, "rows are sorted into tiles once"
-    assert x.stride(1) == 1, "the elements of a row lie side by side"
-    rounded = round_rows(x, matrix) if rounds else None
-    rows = x if rounded is None else rounded.codes
-    launch(
-        _experts_kernel,
-        (len(order.tiles), blocks_of(out.shape[1], tiles.block_n)),
-        rows,
-        None if rounded is None else rounded.scales,
-        *matrix.tensors,
-        bias,
-        out,
-        order.pairs,
-        order.tiles,
-        shares,
-        out.shape[1],
-        rows.stride(0),
-        0 if rounded is None else rounded.scales.stride(0),
-        shares.stride(0),
-        limit or 0.0,
-        plan.together or len(order.tiles),
-        DTYPE=TRITON_DTYPES[x.dtype],
-        **matrix.constants(rounds_activations=rounds),
-        TOP_K=shares.shape[1],
-        FIRST=is_first,
-        WEIGHS=weighs_input == is_first,
-        HAS_BIAS=bias is not None,
-        HAS_LIMIT=limit is not None,
-        KIND=KINDS[activation],
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+    routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights. batch_invariant:
+    see `expert_tiles`."""
+    if len(x) == 0:
+        return torch.empty_like(x)
+    pairs = len(x) * (routing.shape[1] // 2) / matrices.down.shape[0]
+    plan = expert_tiles(matrices, x.dtype, pairs, x.device, batch_invariant=batch_invariant)
+    return ExpertProducts(matrices, plan, activation, limit, weighs_input).apply(x, routing, residual)
 
 
 def combined(results: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, top_k: int) -> torch.Tensor:
-    """residual + each row's results."""
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     launch(

@@ -1,9 +1,9 @@
-"""top-k, top-p and min-p without sorting: find the lowest kept weight, then sample. Tokens of that weight or more stay;
-equal weights stay or go together. With C(v) and S(v), number and sum of the weights >= v, it is the largest of the
-largest v with C(v) >= k (top-k), the largest v with S(v) >= p * mass (top-p, mass of what top-k leaves), and min-p. C
-and S are monotonic, so v is found by bisecting its bits. To read the row once, `cutoff` takes the r-th largest of its
-1,024 lane maxima (from `scan`), which bounds a short list of weights; `collect` lists their tokens and sums all weights
-in float64; `pick_filtered` ranks the list. If it is too long or misses the share, ten to twenty passes rank the row."""
+"""top-k, top-p and min-p without sorting: find the lowest kept weight, then sample. Equal weights stay or go together.
+With C(v) and S(v), number and sum of the weights >= v, it is the largest of the largest v with C(v) >= k (top-k), the
+largest v with S(v) >= p * mass (top-p, mass of what top-k leaves), and min-p. C and S are monotonic, so v is found by
+bisecting its bits. To read the row once, `cutoff` takes the r-th largest of its 1,024 lane maxima (from `scan`), which
+bounds a short list of weights; `collect` lists their tokens and sums all weights in float64; `pick_filtered` ranks the
+list. If it is too long or misses the share, ten to twenty passes rank the row."""
 
 from __future__ import annotations
 

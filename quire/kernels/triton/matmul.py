@@ -97,7 +97,7 @@ def _matmul_kernel(
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """TILES: row tiles that share a column of weights in the L2 cache."""
+    """TILES: see GROUP_M."""
     program = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     x += head * x_head_stride
@@ -176,7 +176,7 @@ def tiled_product(
     out: torch.Tensor,
     tiles: ProductTiles,
 ) -> None:
-    """Product of `matmul` or `head_matmul` into `out`, with these tiles. rounded: x rounded, or None."""
+    """Product of `matmul` or `head_matmul` into `out`. rounded: x rounded, or None."""
     m, (heads, n, k) = x.shape[0], matrix.shape
     assert x.stride(1) == out.stride(1) == 1, "the elements of a row lie side by side"
     source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)

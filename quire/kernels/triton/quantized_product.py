@@ -22,8 +22,8 @@ COLUMNS = (16, 32, 64)
 
 
 def skinny_tiles(m: int, matrix: StoredMatrix, *, rounds_activations: bool) -> SkinnyTiles:
-    """Tiles for fewer than MEDIUM rows, measured on an H200 with Qwen3-8B's matrices (`benchmarks.gpu.experiments
-    --what products`). m: rows."""
+    """Tiles for fewer than MEDIUM rows, measured on an H200 with Qwen3-8B's matrices
+    (`benchmarks.gpu.experiments --what products`)."""
     is_narrow = matrix.shape[1] <= WIDE
     if not rounds_activations and m <= FEW:
         if m > 8:
@@ -35,7 +35,7 @@ def skinny_tiles(m: int, matrix: StoredMatrix, *, rounds_activations: bool) -> S
 
 
 def many_tiles(tiles: ProductTiles, matrix: StoredMatrix) -> ProductTiles:
-    """Tiles for MEDIUM rows or more with both operands of 8 bits. tiles: usual ones."""
+    """Tiles for MEDIUM rows or more with both operands of 8 bits."""
     return tiles if matrix.kind == E4M3.value else ProductTiles(128, 256, tiles.block_k, 8, 3)
 
 
@@ -65,8 +65,7 @@ def quantized_matmul(
     *,
     rounds_activations: bool = False,
 ) -> torch.Tensor:
-    """Product with one quantised matrix (`matmul`). For many rows, 4-bit matrices are first widened to x's dtype,
-    temporarily."""
+    """Product with one quantised matrix (`matmul`). For many rows, 4-bit matrices are first widened to x's dtype."""
     m, n = x.shape[0], matrix.shape[1]
     widened = matrix.kind >= I4.value and not rounds_activations
     if m >= MEDIUM and widened:

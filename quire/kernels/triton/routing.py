@@ -1,5 +1,5 @@
-"""Routing of mixtures of experts in two launches: the choice of each row's experts, and the order of (row, expert)
-pairs by expert. `kernels/experts.py:route` is the plain twin."""
+"""Routing of mixtures of experts: each row's choice, and the order of pairs by expert.
+`kernels/experts.py:route` is the plain twin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from quire.kernels.arguments import Routing
 from quire.kernels.triton.runtime import blocks_of, bound, launch, narrow, next_power_of_2
 
 PAIRS = 1024
-"""Pairs that a program of `sort_by_expert` reads at once."""
+"""Pairs that a program reads at once."""
+MANY_PAIRS, PAIRS_OF_MANY = 8192, 4096
+"""Pairs from which they are counted first, and pairs of a program then."""
+SLICES_AT_ONCE = tl.constexpr(8)
 TILES_AT_ONCE = tl.constexpr(32)
 LEAST_BINS = 32
 """Bins of the smallest histogram: a warp's threads."""
@@ -23,7 +26,7 @@ COLUMNS = 1024
 
 @triton.jit
 def _best(values, taken, index, SIZE: tl.constexpr):
-    """Largest value that is not taken, and its index: of equal ones the lowest."""
+    """Largest untaken value, and its index: of equal ones the lowest."""
     open_values = tl.where(taken, -float("inf"), values)
     best = tl.max(open_values, 0)
     return best, tl.min(tl.where((open_values == best) & (taken == 0), index, SIZE), 0)
@@ -72,8 +75,7 @@ def _route_kernel(
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
 ):
-    """Kernel of `route`, a program per row. out: [T, 2 * TOP_K], chosen experts in ascending order, then their
-    weights."""
+    """Program (row). out: [T, 2 * TOP_K], chosen experts in ascending order, then their weights."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     outside = index >= EXPERTS
@@ -110,7 +112,7 @@ def _route_kernel(
 
 
 def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
-    """Choose each token's experts (`Operations.route`). logits: [T, num_experts], rows of contiguous elements. Returns
+    """Choose each token's experts (`Operations.route`). logits: [T, num_experts], contiguous rows. Returns
     [T, 2 * top_k] float32."""
     assert logits.stride(1) == 1, "the elements of a row lie side by side"
     out = torch.empty(len(logits), 2 * routing.top_k, dtype=torch.float32, device=logits.device)
@@ -141,16 +143,34 @@ def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Pairs of a row and a chosen expert, grouped by expert for tiled products. pairs: [P] int32, row * top_k + place.
+    """Pairs of a row and a chosen expert, grouped by expert. pairs: [P] int32, row * top_k + place.
     tiles: [M, 3] int32: expert (-1: unused), first pair, end of the expert's pairs."""
 
     pairs: torch.Tensor
     tiles: torch.Tensor
 
 
+@triton.jit
+def _count(routing, start, num_pairs, TOP_K: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+    pair = start + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    chosen = tl.load(routing + pair // TOP_K * (2 * TOP_K) + pair % TOP_K, mask=inside, other=0.0).to(tl.int32)
+    return tl.histogram(chosen, EXPERTS_BLOCK, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_kernel(
+    routing, counts, num_pairs, TOP_K: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    block = tl.program_id(0)
+    found = _count(routing, block * BLOCK, num_pairs, TOP_K, EXPERTS_BLOCK, BLOCK)
+    tl.store(counts + block * EXPERTS_BLOCK + tl.arange(0, EXPERTS_BLOCK), found)
+
+
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _sort_kernel(
     routing,
+    counted,
     pairs,
     tiles,
     num_pairs,
@@ -158,6 +178,7 @@ def _sort_kernel(
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
+    COUNTED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -165,11 +186,15 @@ def _sort_kernel(
     expert = tl.program_id(0)
     index, offset, part = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, BLOCK), tl.arange(0, TILES_AT_ONCE)
     counts = tl.zeros((EXPERTS_BLOCK,), tl.int32)
-    for start in range(0, bound(num_pairs), BLOCK):
-        pair = start + offset
-        inside = pair < num_pairs
-        chosen = tl.load(routing + pair // TOP_K * (2 * TOP_K) + pair % TOP_K, mask=inside, other=0.0).to(tl.int32)
-        counts += tl.histogram(chosen, EXPERTS_BLOCK, mask=inside)
+    if COUNTED:
+        num_blocks = tl.cdiv(num_pairs, BLOCK)
+        for first_block in range(0, bound(num_blocks), SLICES_AT_ONCE):
+            block = first_block + tl.arange(0, SLICES_AT_ONCE)[:, None]
+            at = counted + block * EXPERTS_BLOCK + index[None, :]
+            counts += tl.sum(tl.load(at, mask=block < num_blocks, other=0), 0)
+    else:
+        for start in range(0, bound(num_pairs), BLOCK):
+            counts += _count(routing, start, num_pairs, TOP_K, EXPERTS_BLOCK, BLOCK)
     own_tiles = (counts + BLOCK_M - 1) // BLOCK_M
     is_earlier, is_own = index < expert, index == expert
     first = tl.sum(tl.where(is_earlier, counts, 0), 0)
@@ -197,7 +222,7 @@ def _sort_kernel(
 
 
 def sort_by_expert(routing: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
-    """Group a step's pairs by expert. routing: [T, 2 * top_k] float32, contiguous, from `route`. block_m: pairs per
+    """Group a step's pairs by expert. routing: [T, 2 * top_k] float32, from `route`. block_m: pairs per
     tile."""
     assert routing.is_contiguous(), "rows lie one behind the other"
     top_k = routing.shape[1] // 2
@@ -205,20 +230,30 @@ def sort_by_expert(routing: torch.Tensor, num_experts: int, block_m: int) -> Exp
     num_tiles = num_pairs // block_m + min(num_experts, num_pairs)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=routing.device)
     tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=routing.device)
+    bins = max(LEAST_BINS, next_power_of_2(num_experts))
+    block, num_warps, counted = PAIRS, 4, None
+    if num_pairs > MANY_PAIRS:
+        block, num_warps = PAIRS_OF_MANY, 8
+        num_blocks = blocks_of(num_pairs, block)
+        counted = torch.empty(num_blocks, bins, dtype=torch.int32, device=routing.device)
+        shape = {"TOP_K": top_k, "EXPERTS_BLOCK": bins, "BLOCK": block, "num_warps": num_warps}
+        launch(_count_kernel, (num_blocks,), routing, counted, num_pairs, **shape)
     launch(
         _sort_kernel,
         (num_experts,),
         routing,
+        counted,
         pairs,
         tiles,
         num_pairs,
         num_tiles,
         TOP_K=top_k,
         EXPERTS=num_experts,
-        EXPERTS_BLOCK=max(LEAST_BINS, next_power_of_2(num_experts)),
-        BLOCK=PAIRS,
+        EXPERTS_BLOCK=bins,
+        COUNTED=counted is not None,
+        BLOCK=block,
         BLOCK_M=block_m,
-        num_warps=4,
+        num_warps=num_warps,
     )
     return ExpertTiles(pairs, tiles)
 

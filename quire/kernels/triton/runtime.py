@@ -41,8 +41,7 @@ _RECORDER: ContextVar[LaunchRecorder | None] = ContextVar("launch recorder", def
 
 def launch(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
     """`kernel[grid](*args, **constants)`; all launches go through this or `bind`. grid: numbers of programs, up to
-    three. args: tensors and numbers in the kernel's order. constants: compile-time arguments and launch settings
-    (`num_warps`, `num_stages`)."""
+    three. args: in the kernel's order. constants: compile-time arguments and launch settings."""
     _unfixed(kernel, **constants)(grid, *args)
 
 
@@ -115,7 +114,7 @@ def interpreted_dot(a, b, accumulator):
 
 dot = interpreted_dot if INTERPRETED else compiled_dot
 """accumulator + a @ b in float32. a: [M, K], b: [K, N] of one dtype, or stacks; float32 operands are not rounded (no
-tf32). accumulator: float32, [M, N]."""
+tf32)."""
 
 
 @triton.jit

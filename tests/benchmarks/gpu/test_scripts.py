@@ -19,6 +19,7 @@ from benchmarks.gpu import (
     drafts,
     engine,
     experiments,
+    expert_sweep,
     families,
     images,
     kernels,
@@ -80,6 +81,9 @@ def test_all_scripts_and_their_summary(
     run(engine, "--format", "fp8")
     run(kernels)
     run(attention_sweep)
+    tried = {record["matrix"] for record in run(expert_sweep) if record["what"] == "product"}
+    assert tried == {"gate_up", "down", "sum", "order", "layer"}
+    assert {"_experts_kernel", "_combine_kernel"} <= set(launches)
     run(experiments)
     assert launches.count("_add_kernel") >= experiments.CHAIN
     run(experiments, "--what", "products", "--seconds", "300")

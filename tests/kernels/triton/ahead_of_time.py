@@ -267,6 +267,7 @@ def routing_calls() -> Calls:
         lambda: route(grouped, float32(8, 256)),
         lambda: sort_by_expert(float32(8, 16), 128, 64),
         lambda: sort_by_expert(float32(8, 20), 512, 64),
+        lambda: sort_by_expert(float32(8192, 20), 512, 128),
         lambda: gate_rows(empty(8, 512), empty(8, 1)),
     ]
 

@@ -13,6 +13,7 @@ from quire.kernels.triton.experts import (
     MANY_TILES,
     ExpertMatrices,
     ExpertPlan,
+    ExpertProducts,
     apply_experts,
     expert_tiles,
     has_room_for_many,
@@ -82,12 +83,13 @@ def test_a_prompt_whose_experts_have_uneven_loads(device: torch.device) -> None:
         gate, up = in_float64(matrices.gate_up, matrices.gate_up_bias, experts_of_rows, x).chunk(2, 1)
         inner = torch.nn.functional.silu(gate) * up
         expected += in_float64(matrices.down, matrices.down_bias, experts_of_rows, inner) * share
-    call = matrices, x, torch.cat((chosen.float(), shares), 1), residual, "silu", None, False
+    rows = x, torch.cat((chosen.float(), shares), 1), residual
     for _, plan in MANY_TILES:
-        result = apply_experts(*call, plan=plan)
+        result = ExpertProducts(matrices, plan, "silu", None, False).apply(*rows)
         assert (result.double() - expected).norm() < 4e-3 * expected.norm()
         order = replace(plan, together=0 if plan.together else 3)
-        assert torch.equal(apply_experts(*call, plan=order), result), "programs in another order"
+        again = ExpertProducts(matrices, order, "silu", None, False).apply(*rows)
+        assert torch.equal(again, result), "programs in another order"
 
 
 def in_float64(

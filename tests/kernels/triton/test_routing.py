@@ -61,7 +61,8 @@ def test_rows_of_padding_choose_experts_that_exist(name: str, device: torch.devi
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_experts", "top_k", "block_m"), [(1, 128, 8, 16), (700, 6, 3, 64), (50, 6, 3, 16)]
+    ("num_rows", "num_experts", "top_k", "block_m"),
+    [(1, 128, 8, 16), (700, 6, 3, 64), (50, 6, 3, 16), (4300, 7, 2, 128)],
 )
 def test_tiles_belong_to_one_expert_each(
     num_rows: int, num_experts: int, top_k: int, block_m: int, device: torch.device
