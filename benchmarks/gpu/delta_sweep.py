@@ -40,10 +40,9 @@ VARIANTS: Mapping[str, PromptTiles] = {
     "states: 16 columns": replace(BFLOAT16, columns=16),
     "states: 8 warps": replace(BFLOAT16, state_warps=8),
     "states: 2 stages": replace(BFLOAT16, num_stages=2),
-    "states: 4 stages": replace(BFLOAT16, num_stages=4),
-    "states: 64 columns, 8 warps": replace(BFLOAT16, columns=64, state_warps=8),
+    "states: 64 columns, 8 warps": replace(BFLOAT16, columns=64, state_warps=8, num_stages=2),
     "1 part": replace(BFLOAT16, parts=1),
-    "1 part, states: 64 columns": replace(BFLOAT16, parts=1, columns=64),
+    "1 part, states: 64 columns": replace(BFLOAT16, parts=1, columns=64, num_stages=2),
     "float32": PromptTiles(0, 32, 8, 8, 1),
 }
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from quire.attention.device_batch import DeviceStateStep
 from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, DeltaRule, GatedNormWeights, StatePart
 from quire.kernels.triton.activation import KINDS, SILU, activate
+from quire.kernels.triton.attention_tiles import has_hopper_memory
 from quire.kernels.triton.delta_common import BORDER, product, step_of
 from quire.kernels.triton.delta_decode import decode_rule_kernel
 from quire.kernels.triton.delta_prompt import LEAST_TOKENS, prompt_rule
@@ -479,6 +480,7 @@ def _launch_rule(
         "INTERVAL": states.interval,
         "EPSILON": NORM_EPSILON,
     }
+    in_chunks = not states.batch_invariant and has_hopper_memory(tensors[0].device)
     if not states.batch_invariant:
         launch(decode_rule_kernel, grid, *arguments, num_warps=4, **constants)
     if states.batch_invariant or batch.max_query_len > 1:
@@ -487,14 +489,14 @@ def _launch_rule(
             grid,
             *arguments,
             LEAST=1 if states.batch_invariant else 2,
-            MOST=MAX_TOKENS if states.batch_invariant else LEAST_TOKENS - 1,
+            MOST=LEAST_TOKENS - 1 if in_chunks else MAX_TOKENS,
             num_warps=8,
             num_stages=1,
             # At its highest level the assembler leaves this kernel 32 registers and spills the rest.
             ptx_options="--opt-level 1",
             **constants,
         )
-    if not states.batch_invariant and batch.max_query_len >= LEAST_TOKENS:
+    if in_chunks and batch.max_query_len >= LEAST_TOKENS:
         qkv, gates, out, _, decays = tensors
         prompt_rule(rule, (qkv, gates, out, decays), parts, states)
 
