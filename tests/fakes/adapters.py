@@ -36,7 +36,6 @@ def write_adapter(
     seed: int = 1,
     targets: Callable[[str], bool] = lambda name: True,
     rank_of: Callable[[str], int | None] = lambda name: None,
-    dtype: torch.dtype = torch.float32,
     tables: Sequence[str] = (),
     experts: Callable[[str, int], dict[str, str]] | None = None,
     **config: Any,
@@ -53,22 +52,22 @@ def write_adapter(
         own = rank_of(name) or rank
         a = torch.randn(own, inputs, generator=generator) * inputs**-0.5
         b = torch.randn(outputs, own, generator=generator) * 0.3
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = a.to(dtype)
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = b.to(dtype)
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = a
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b
     generator.manual_seed(seed + 1000)  # tables are drawn apart
     rows, size = model.get_input_embeddings().weight.shape
     if "head" in tables:
         a, b = torch.randn(rank, size, generator=generator) * size**-0.5, torch.randn(rows, rank, generator=generator)
-        tensors |= {f"{PREFIX}lm_head.lora_A.weight": a.to(dtype), f"{PREFIX}lm_head.lora_B.weight": b.to(dtype) * 0.3}
+        tensors |= {f"{PREFIX}lm_head.lora_A.weight": a, f"{PREFIX}lm_head.lora_B.weight": b * 0.3}
     if "embedding" in tables:
         name = embedding_name(model)
-        tensors[f"{PREFIX}{name}.lora_embedding_A"] = torch.randn(rank, rows, generator=generator).to(dtype)
-        tensors[f"{PREFIX}{name}.lora_embedding_B"] = torch.randn(size, rank, generator=generator).to(dtype) * 0.3
+        tensors[f"{PREFIX}{name}.lora_embedding_A"] = torch.randn(rank, rows, generator=generator)
+        tensors[f"{PREFIX}{name}.lora_embedding_B"] = torch.randn(size, rank, generator=generator) * 0.3
     if experts is stacked_names:
-        tensors |= {name: each.to(dtype) for name, each in _stacked_tensors(model, rank, generator).items()}
+        tensors |= _stacked_tensors(model, rank, generator)
         config = {"target_parameters": [f"experts.{name}" for name in STACKED], **config}
     elif experts is not None:
-        tensors |= {name: each.to(dtype) for name, each in _single_tensors(model, rank, generator, experts).items()}
+        tensors |= _single_tensors(model, rank, generator, experts)
     given = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": None, "bias": "none", **config}
     return write(directory, tensors, given)
 
