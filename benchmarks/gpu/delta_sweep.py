@@ -38,8 +38,8 @@ VARIANTS: Mapping[str, PromptTiles] = {
     "chunks: 168 registers": replace(TILES, chunk_registers=168),
     "states: 16 columns": replace(TILES, columns=16),
     "states: 8 warps": replace(TILES, state_warps=8),
-    "states: 2 stages": replace(TILES, num_stages=2),
-    "states: 64 columns, 8 warps": replace(TILES, columns=64, state_warps=8, num_stages=2),
+    "states: 3 stages": replace(TILES, num_stages=3),
+    "states: 64 columns, 8 warps": replace(TILES, columns=64, state_warps=8),
 }
 
 

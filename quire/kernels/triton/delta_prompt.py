@@ -39,7 +39,7 @@ class PromptTiles:
     chunk_registers: int = 0
 
 
-TILES = PromptTiles(32, 4, 4, 3)
+TILES = PromptTiles(32, 4, 4, 2)
 
 
 @triton.jit

@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import KINDS, activate
-from quire.kernels.triton.attention_tiles import has_hopper_memory
 from quire.kernels.triton.matmul import GROUP_M, ProductTiles, grouped, stored_tiles
 from quire.kernels.triton.quantize_rows import round_rows
 from quire.kernels.triton.routing import ExpertTiles, sort_by_expert
-from quire.kernels.triton.runtime import blocks_of, launch, narrow
+from quire.kernels.triton.runtime import blocks_of, has_hopper_memory, launch, narrow
 from quire.kernels.triton.weight_formats import PLAIN, StoredMatrix, product
 
 COLUMNS = 1024

@@ -14,12 +14,11 @@ import triton.language as tl
 from quire.attention.device_batch import DeviceStateStep
 from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, DeltaRule, GatedNormWeights, StatePart
 from quire.kernels.triton.activation import KINDS, SILU, activate
-from quire.kernels.triton.attention_tiles import has_hopper_memory
 from quire.kernels.triton.delta_common import BORDER, SMALLEST_TILE, product, step_of
 from quire.kernels.triton.delta_decode import decode_rule_kernel
 from quire.kernels.triton.delta_prompt import LEAST_TOKENS, prompt_rule
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_of_token
-from quire.kernels.triton.runtime import blocks_of, bound, launch, narrow, next_power_of_2
+from quire.kernels.triton.runtime import blocks_of, bound, has_hopper_memory, launch, narrow, next_power_of_2
 
 CHANNELS = 1024
 """Channels per program of the convolution."""

@@ -10,10 +10,12 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 
 from quire import envs
+from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.bound_launch import CompiledLaunches
 
 INTERPRETED = tl.constexpr(envs.triton_interpret())
@@ -28,6 +30,15 @@ def blocks_of(size: int, block: int) -> int:
 def next_power_of_2(number: int) -> int:
     """Smallest power of two >= `number` > 0."""
     return 1 << (number - 1).bit_length()
+
+
+@lru_cache
+def has_hopper_memory(device: torch.device) -> bool:
+    """True on cards with Hopper's shared memory, and off cards."""
+    if device.type != "cuda":
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (9, 0) and DeviceLimits(capability).shared_memory >= DeviceLimits().shared_memory
 
 
 class LaunchRecorder(Protocol):

@@ -9,7 +9,6 @@ import torch
 
 from quire.kernels.arguments import ExpertWeights, Gating, Routing
 from quire.kernels.experts import experts, route
-from quire.kernels.triton.attention_tiles import has_hopper_memory
 from quire.kernels.triton.experts import (
     MANY_TILES,
     ExpertMatrices,
@@ -18,6 +17,7 @@ from quire.kernels.triton.experts import (
     apply_experts,
     expert_tiles,
 )
+from quire.kernels.triton.runtime import has_hopper_memory
 from quire.kernels.triton.weight_formats import StoredMatrix
 from tests.kernels.triton.helpers import random
 
