@@ -48,6 +48,13 @@ def guesses_two_tokens(tensors: dict[str, torch.Tensor]) -> None:
     tensors["lm_head.weight"] = head
 
 
+def masks_guess_a_token(tensors: dict[str, torch.Tensor]) -> None:
+    """Let the likeliest token be one of GUESSED, and behind a mask the first."""
+    guesses_two_tokens(tensors)
+    guess = tensors["lm_head.weight"][GUESSED[0]]
+    tensors["model.embed_tokens.weight"][MASK] = 100.0 * guess / guess.norm()
+
+
 def noisy(tensors: dict[str, torch.Tensor]) -> None:
     """Let the likeliest token be that of the model in many places, and another one in others."""
     generator = torch.Generator().manual_seed(3)
