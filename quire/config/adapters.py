@@ -30,7 +30,6 @@ class AdaptersConfig:
         return self.max_running > 0
 
     def allows(self, module: str) -> bool:
-        """True if adapters may change a module."""
         return self.target_modules is None or module.rpartition(".")[2] in self.target_modules
 
     def slot_bytes(self, elements: int) -> int:
