@@ -5,24 +5,18 @@
 #include "adapters.h"
 
 #include "activate.h"
+#include "adapter_rows.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kRows = 16;      // of a slot, in one item
 constexpr int64_t kRanks = 8;      // of a piece, in one item of shrink
-constexpr int64_t kMostCount = 3;  // rows of x that are multiplied at once
-constexpr int64_t kShrinkAhead = 1024;  // bytes ahead of the reading that a stream of A is asked for
 constexpr int64_t kPanels = 4;     // of a segment, in one item of expand
 constexpr int64_t kWidth = kAdapterAlignment;
-constexpr int kVectors = static_cast<int>(kWidth) / kLanes;
+constexpr int kVectors = kTurnVectors;
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-QUIRE_INLINE vf load_element(const float* from, WeightType) { return load(from); }
-QUIRE_INLINE vf load_element(const uint16_t* from, WeightType type) {
-  return type == WeightType::kF16 ? load_f16(from) : load_bf16(from);
-}
 
 // Calls item(slot, rows, number of rows, place) for every item of a step: each slot's rows by kRows, each with `places`.
 template <class Item>
@@ -39,37 +33,6 @@ QUIRE_INLINE void share(const AdapterGroups& groups, int64_t places, Team& team,
   }
 }
 
-// kBlocks blocks of rows of A, `apart` elements from one to the next, times kCount rows of x.
-template <WeightType kType, class Element, int kBlocks, int kCount>
-QUIRE_INLINE void dots(const Element* a, int64_t apart, const float* const* x, int64_t size, float (*sums)[kMostCount]) {
-  constexpr int kRows = kBlocks * static_cast<int>(kAdapterRanks);
-  constexpr int64_t kStep = kAdapterRanks * kWidth;
-  vf total[kRows][kCount] = {};
-  const auto add = [&](const Element* from, const vf* values) {
-    for (int r = 0; r < kRows; ++r) {
-      const vf weight = load_element(from + r / kAdapterRanks * apart + r % kAdapterRanks * kWidth, kType);
-      for (int t = 0; t < kCount; ++t) total[r][t] = fma(values[t], weight, total[r][t]);
-    }
-  };
-  for (int64_t k = 0; k < size; k += kWidth, a += kStep) {
-    for (int b = 0; b < kBlocks; ++b)
-      for (int64_t line = 0; line < kStep * static_cast<int64_t>(sizeof(Element)); line += 64)
-        __builtin_prefetch(reinterpret_cast<const std::byte*>(a + b * apart) + kShrinkAhead + line, 0, 3);
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t left = size - k - v * kLanes;
-      if (left <= 0) break;
-      vf values[kCount];
-      for (int t = 0; t < kCount; ++t) {
-        const float* from = x[t] + k + v * kLanes;
-        values[t] = left >= kLanes ? load(from) : load_some(from, left);
-      }
-      add(a + v * kLanes, values);
-    }
-  }
-  for (int r = 0; r < kRows; ++r)
-    for (int t = 0; t < kCount; ++t) sums[r][t] = sum_lanes(total[r][t]);
-}
-
 template <WeightType kType, class Element>
 void shrink_tile(const ShrinkArgs& args, const AdapterPiece& piece, int64_t column, int64_t first_rank,
                  const int32_t* rows, int64_t count, const Step& step) {
@@ -82,10 +45,10 @@ void shrink_tile(const ShrinkArgs& args, const AdapterPiece& piece, int64_t colu
     const Element* a = matrix + rank / kAdapterRanks * apart;
     const int64_t ranks = count == 1 && end - rank > kAdapterRanks ? 2 * kAdapterRanks : kAdapterRanks;
     for (int64_t t = 0; t < count;) {
-      const float* x[kMostCount];
-      const int64_t taken = smaller(kMostCount, count - t);
+      const float* x[kDotRows];
+      const int64_t taken = smaller(kDotRows, count - t);
       for (int64_t i = 0; i < taken; ++i) x[i] = in + rows[t + i] * args.x.stride;
-      float sums[2 * kAdapterRanks][kMostCount];
+      float sums[2 * kAdapterRanks][kDotRows];
       if (ranks > kAdapterRanks)
         dots<kType, Element, 2, 1>(a, apart, x, size, sums);
       else if (taken == 1)
@@ -93,7 +56,7 @@ void shrink_tile(const ShrinkArgs& args, const AdapterPiece& piece, int64_t colu
       else if (taken == 2)
         dots<kType, Element, 1, 2>(a, apart, x, size, sums);
       else
-        dots<kType, Element, 1, kMostCount>(a, apart, x, size, sums);
+        dots<kType, Element, 1, kDotRows>(a, apart, x, size, sums);
       for (int64_t i = 0; i < taken; ++i)
         for (int64_t r = 0; r < ranks && rank + r < end; ++r)
           out[rows[t + i] * args.out.stride + rank + r] = sums[r][i] * piece.scale;
@@ -131,7 +94,7 @@ QUIRE_INLINE void products(const Element* b, int64_t rank, const float* const* i
     for (int t = 0; t < kCount; ++t) values[t] = broadcast(inner[t][r]);
     for (int p = 0; p < kPanelCount; ++p)
       for (int v = 0; v < kVectors; ++v) {
-        const vf weight = load_element(b + (p * rank + r) * kWidth + v * kLanes, kType);
+        const vf weight = load_adapter(b + (p * rank + r) * kWidth + v * kLanes, kType);
         for (int t = 0; t < kCount; ++t)
           total[t][p * kVectors + v] = fma(values[t], weight, total[t][p * kVectors + v]);
       }

@@ -80,6 +80,14 @@ struct LinearAdapters {
   Ref inner;
 };
 
+// Adapters of experts, each a piece and a segment of a table, whose panels are of B itself: of an expert's gate and up in
+// `wide` (numbers 2 i and 2 i + 1 of the i-th expert here), and of `down`.
+struct ExpertAdapters {
+  std::shared_ptr<const AdapterTable> wide;
+  std::shared_ptr<const AdapterTable> down;
+  const AdapterGroups* groups = nullptr;  // the program's
+};
+
 // out[t] += B inner[t], for the segments [first_segment, first_segment + num_segments).
 struct ExpandArgs {
   std::shared_ptr<const AdapterTable> table;

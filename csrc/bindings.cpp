@@ -219,7 +219,8 @@ void bind_program(nb::module_& module) {
              std::vector<PackedWeight> down, const std::vector<uintptr_t>& gate_up_bias,
              const std::vector<uintptr_t>& up_bias, const std::vector<uintptr_t>& down_bias,
              uintptr_t places, int64_t num_placed, int64_t top_k, Activation activation, float limit,
-             bool weighs_input, bool apart, uintptr_t counts, const Ref& x, const Ref& routing, const Ref& residual, const Ref& out) {
+             bool weighs_input, bool apart, uintptr_t counts, const Ref& x, const Ref& routing, const Ref& residual, const Ref& out,
+             std::shared_ptr<AdapterTable> wide_adapters, std::shared_ptr<AdapterTable> down_adapters, int64_t column) {
             auto table = std::make_shared<ExpertTable>();
             table->gate_up = std::move(gate_up);
             table->up = std::move(up);
@@ -241,11 +242,15 @@ void bind_program(nb::module_& module) {
             args.routing = routing;
             args.residual = residual;
             args.out = out;
-            program.add(std::move(args));
+            if (wide_adapters != nullptr && down_adapters != nullptr)
+              program.add(std::move(args), std::move(wide_adapters), std::move(down_adapters), column);
+            else
+              program.add(std::move(args));
           },
           "gate_up"_a, "up"_a, "down"_a, "gate_up_bias"_a, "up_bias"_a, "down_bias"_a, "places"_a,
           "num_placed"_a, "top_k"_a, "activation"_a, "limit"_a, "weighs_input"_a, "apart"_a, "counts"_a, "x"_a,
-          "routing"_a, "residual"_a, "out"_a)
+          "routing"_a, "residual"_a, "out"_a, "wide_adapters"_a.none() = nb::none(),
+          "down_adapters"_a.none() = nb::none(), "column"_a = -1)
       .def(
           "add_experts",
           [](Program& program, int64_t top_k, bool weighs_input, int64_t width, const Ref& parts, const Ref& routing,

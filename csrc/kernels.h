@@ -28,6 +28,7 @@ struct Ref {
 
 struct AttentionPlan;  // attention.h
 struct LinearAdapters;  // adapters.h
+struct ExpertAdapters;
 struct EncoderPlan;    // encoder.h
 struct StatePlan;      // linear_state.h
 
@@ -184,6 +185,7 @@ struct ExpertsArgs {
   int64_t* counts = nullptr;   // [experts], of all ranks: rows that chose each are added; null: nothing is counted
   const ExpertPlace* places = nullptr;  // [num_placed] by an expert's number; null: all are here, in their order
   int64_t num_placed = 0;
+  const ExpertAdapters* adapters = nullptr;  // the program's; null: none
   Ref x;
   Ref routing;   // [rows, 2 top_k]: numbers of experts, ascending, then their weights
   Ref residual;  // may be the same place as out; none with `apart`

@@ -1,21 +1,14 @@
 // Adapters of low rank inside a linear layer: what they add to the sums of a tile, before anything else is done with them.
 #pragma once
 
-#include "adapters.h"
+#include "adapter_rows.h"
 #include "linear_tile.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-inline constexpr int64_t kTurn = kAdapterAlignment;  // columns of a panel of B
 inline constexpr int64_t kTurns = kPanel / kTurn;    // in a panel of the layer's matrix
-inline constexpr int kTurnVectors = static_cast<int>(kTurn) / kLanes;
 inline constexpr int64_t kAdaptedRows = kLanes == 16 ? 4 : 2;  // of one slot, at once
-
-QUIRE_INLINE vf load_adapter(const float* from, WeightType) { return load(from); }
-QUIRE_INLINE vf load_adapter(const uint16_t* from, WeightType type) {
-  return type == WeightType::kF16 ? load_f16(from) : load_bf16(from);
-}
 
 // One turn of columns in one slot. inner: of row 0.
 struct AdaptedTurn {

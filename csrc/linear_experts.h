@@ -6,8 +6,11 @@
 // thread takes columns of the output, for which it adds up the experts in the order of their numbers: no two threads
 // write to one place, and the order of a row's sum depends on its own experts alone. Where experts change their ranks,
 // results stay apart until those of all ranks are there.
+//
+// A x of adapters is computed for all pairs before each product, which adds B to its sums (expert_adapters.h).
 #pragma once
 
+#include "expert_adapters.h"
 #include "linear_driver.h"
 
 namespace quire::QUIRE_ISA {
@@ -47,6 +50,8 @@ struct ExpertMemory {
   ExpertRows* active;
   int32_t* pairs;      // sorted by expert: row * top_k + place
   float* inner;        // [pairs, inner_stride]: the first product's results
+  float* wide_ranks;   // [pairs, 2, most ranks]: A x of the adapters of gate and up
+  float* down_ranks;   // [pairs, most ranks]
   std::byte* packed;   // of them, tile by tile
   std::byte* own;      // of each thread: packed rows of the first product, and rows to pack
   int64_t inner_stride;
@@ -99,6 +104,10 @@ inline ExpertMemory expert_memory(const ExpertsArgs& args, int64_t rows, int thr
   memory.pairs = reinterpret_cast<int32_t*>(take(pairs * 4));
   memory.inner = reinterpret_cast<float*>(take(pairs * memory.inner_stride * 4));
   memory.packed = take(tiles * tile_bytes);
+  if (args.adapters != nullptr) {
+    memory.wide_ranks = reinterpret_cast<float*>(take(pairs * 2 * args.adapters->wide->max_rank * 4));
+    memory.down_ranks = reinterpret_cast<float*>(take(pairs * args.adapters->down->max_rank * 4));
+  }
   memory.own = take(threads * memory.own_bytes);
   memory.bytes = static_cast<std::size_t>(at - base);
   return memory;
@@ -250,6 +259,39 @@ inline const std::byte* panel_of(const PackedWeight& weight, int64_t panel) {
   return static_cast<const std::byte*>(weight.data) + panel * panel_bytes(weight);
 }
 
+// Calls use(place among the sorted pairs, its expert, which of `parts`, slot of its row) for pairs with an adapter.
+template <class Use>
+QUIRE_INLINE void each_adapted_pair(const ExpertsArgs& args, Team& team, const ExpertMemory& memory, int64_t parts, const Use& use) {
+  int64_t next = team.take();
+  for (int64_t at = 0; at < memory.plan->num_active; ++at) {
+    const ExpertRows& own = memory.active[at];
+    for (; next < (own.first + own.count) * parts; next = team.take()) {
+      const int64_t place = next / parts, row = memory.pairs[place] / args.top_k;
+      const int64_t slot = args.adapters->groups->slots[static_cast<std::size_t>(row)];
+      if (slot != 0) use(place, own.expert, next % parts, slot);
+    }
+  }
+}
+
+// A x of the adapters of gate and up.
+inline void shrink_wide(const ExpertsArgs& args, const Step& step, Team& team, const ExpertMemory& memory) {
+  const AdapterTable& table = *args.adapters->wide;
+  each_adapted_pair(args, team, memory, 2, [&](int64_t place, int64_t expert, int64_t part, int64_t slot) {
+    const int64_t row = memory.pairs[place] / args.top_k, at = memory.pairs[place] % args.top_k;
+    const float share = args.weighs_input ? step.at(args.routing)[row * args.routing.stride + args.top_k + at] : 1.0f;
+    float* out = memory.wide_ranks + (2 * place + part) * table.max_rank;
+    shrink_pair(table, slot, 2 * expert + part, step.at(args.x) + row * args.x.stride, share, out);
+  });
+}
+
+// The same of the second product's adapters, over the results of the first.
+inline void shrink_down(const ExpertsArgs& args, Team& team, const ExpertMemory& memory) {
+  const AdapterTable& table = *args.adapters->down;
+  each_adapted_pair(args, team, memory, 1, [&](int64_t place, int64_t expert, int64_t, int64_t slot) {
+    shrink_pair(table, slot, expert, memory.inner + place * memory.inner_stride, 1.0f, memory.down_ranks + place * table.max_rank);
+  });
+}
+
 // inner[pair] = activation(gate) * up of the pair's row and expert; of a gate alone its sums.
 inline void first_product(const ExpertsArgs& args, const Step& step, Team& team, const ExpertMemory& memory,
                           Wide wide) {
@@ -286,14 +328,26 @@ inline void first_product(const ExpertsArgs& args, const Step& step, Team& team,
       multiply_panel<Method>(
           weight, tiles, own.count, mine, panel, panel_of(after, there), is_cold, first, end, team.scratch(),
           [](int64_t, int64_t) {},
-          [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
+          [&](float* all_sums, const float* all_scales, int64_t first_row, int64_t num_rows) {
             const float* bias = biases ? biases + panel * kPanel : nullptr;
             const int64_t column = panel * (are_apart ? kPanel : kPanel / 2);
-            float* out = memory.inner + (own.first + row) * memory.inner_stride + column;
-            if (are_apart)
-              finish_apart(args, wide, bias, sums, row_scales, rows, out, memory.inner_stride, width - column);
-            else
-              finish_gate(args, bias, sums, row_scales, rows, out, memory.inner_stride, width - column);
+            const auto finish = [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
+              float* out = memory.inner + (own.first + first_row + row) * memory.inner_stride + column;
+              if (are_apart)
+                finish_apart(args, wide, bias, sums, row_scales, rows, out, memory.inner_stride, width - column);
+              else
+                finish_gate(args, bias, sums, row_scales, rows, out, memory.inner_stride, width - column);
+            };
+            const auto add = [&](int64_t slot, int64_t row, float* sums) {
+              const AdapterTable& adapters = *args.adapters->wide;
+              for (int64_t turn = 0; turn < kTurns; ++turn) {
+                const int64_t part = are_apart ? int64_t{wide} : turn, of_b = are_apart ? panel * kTurns + turn : panel;
+                const float* ranks = memory.wide_ranks + (2 * (own.first + first_row + row) + part) * adapters.max_rank;
+                add_panel_of_b(adapters, slot, 2 * own.expert + part, of_b, ranks, sums + turn * kTurn);
+              }
+            };
+            const int32_t* pairs = memory.pairs + own.first + first_row;
+            add_to_pairs(args.adapters, pairs, args.top_k, all_sums, all_scales, num_rows, add, finish);
           });
       is_cold = false;
     });
@@ -396,10 +450,19 @@ inline void second_product(const ExpertsArgs& args, const Step& step, Team& team
                 weight, tiles, own.count, memory.packed + (own.first_tile + first) * memory.tile_bytes, panel,
                 panel_of(after, is_last ? from : panel + 1), is_cold, first, end, team.scratch(),
                 [](int64_t, int64_t) {},
-                [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
-                  add_results(args, step, memory.pairs + own.first + row,
-                              biases ? biases + panel * kPanel : nullptr, sums, row_scales, rows, panel * kPanel,
-                              size - panel * kPanel);
+                [&](float* all_sums, const float* all_scales, int64_t first_row, int64_t num_rows) {
+                  const int32_t* pairs = memory.pairs + own.first + first_row;
+                  const auto finish = [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
+                    add_results(args, step, pairs + row, biases ? biases + panel * kPanel : nullptr, sums, row_scales,
+                                rows, panel * kPanel, size - panel * kPanel);
+                  };
+                  const auto add = [&](int64_t slot, int64_t row, float* sums) {
+                    const AdapterTable& adapters = *args.adapters->down;
+                    const float* ranks = memory.down_ranks + (own.first + first_row + row) * adapters.max_rank;
+                    for (int64_t turn = 0; turn < kTurns; ++turn)
+                      add_panel_of_b(adapters, slot, own.expert, panel * kTurns + turn, ranks, sums + turn * kTurn);
+                  };
+                  add_to_pairs(args.adapters, pairs, args.top_k, all_sums, all_scales, num_rows, add, finish);
                 });
             is_cold = false;
           }
@@ -414,10 +477,18 @@ inline void experts(const ExpertsArgs& args, const Step& step, Team& team) {
   const ExpertMemory memory = expert_memory(args, step.rows, team.count(), step.shared_scratch);
   if (team.index() == 0) plan_experts(args, step, memory);
   team.barrier();
+  if (args.adapters != nullptr) {
+    shrink_wide(args, step, team, memory);
+    team.barrier();
+  }
   first_product(args, step, team, memory, kGate);
   team.barrier();
   if (!args.table->up.empty()) {
     first_product(args, step, team, memory, kUp);
+    team.barrier();
+  }
+  if (args.adapters != nullptr) {
+    shrink_down(args, team, memory);
     team.barrier();
   }
   pack_inner(args, team, memory);

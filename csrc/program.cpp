@@ -188,6 +188,32 @@ void Program::add(LinearArgs args, std::shared_ptr<const AdapterTable> table, in
   add(args);
 }
 
+void Program::add(ExpertsArgs args, std::shared_ptr<const AdapterTable> wide, std::shared_ptr<const AdapterTable> down,
+                  int64_t column) {
+  const auto count = static_cast<int64_t>(args.table->down.size());
+  const auto fits = [](const AdapterTable& table, int64_t pieces, int64_t inputs, int64_t outputs) {
+    bool is_whole = table.in_features == inputs && table.num_pieces == pieces &&
+                    static_cast<int64_t>(table.segments.size()) == pieces;
+    for (int64_t i = 0; is_whole && i < pieces; ++i) {
+      const AdapterSegment& segment = table.segments[static_cast<std::size_t>(i)];
+      is_whole = segment.piece == i && segment.column == 0 && segment.step == kAdapterAlignment && segment.columns == outputs;
+    }
+    return is_whole;
+  };
+  if (count == 0) throw std::invalid_argument("adapters of no experts");
+  const int64_t size = args.table->down[0].out_features, inner = args.table->down[0].in_features;
+  if (!fits(*wide, 2 * count, size, inner) || !fits(*down, count, inner, size))
+    throw std::invalid_argument("adapters of other experts");
+  auto own = std::make_unique<ExpertAdapters>();
+  own->groups = adapted_rows(*wide, column);
+  adapted_rows(*down, column);
+  own->wide = std::move(wide);
+  own->down = std::move(down);
+  args.adapters = own.get();
+  expert_adapters_.push_back(std::move(own));
+  add(std::move(args));
+}
+
 void Program::add(ExpandArgs args, int64_t column) {
   const auto count = static_cast<int64_t>(args.table->segments.size());
   if (args.first_segment < 0 || args.num_segments < 1 || args.first_segment + args.num_segments > count)

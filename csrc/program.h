@@ -48,6 +48,8 @@ class Program {
   // column: of the step, the slots of its rows. Throws std::invalid_argument for another column than other adapters have.
   // A linear layer with adapters, whose A x is `inner`: throws also for columns that do not fit its panels.
   void add(LinearArgs args, std::shared_ptr<const AdapterTable> table, int64_t column, const Ref& inner);
+  // Throws also for tables that are not of these experts.
+  void add(ExpertsArgs args, std::shared_ptr<const AdapterTable> wide, std::shared_ptr<const AdapterTable> down, int64_t column);
   void add(ShrinkArgs args, int64_t column);
   void add(ExpandArgs args, int64_t column);
   void add(const ActivateArgs& args);
@@ -106,6 +108,7 @@ class Program {
   int64_t adapter_column_ = -1;  // -1: no adapters
   int64_t adapter_slots_ = 0;    // fewest of all tables
   std::vector<std::unique_ptr<LinearAdapters>> linear_adapters_;
+  std::vector<std::unique_ptr<ExpertAdapters>> expert_adapters_;
   std::unique_ptr<AdapterGroups> adapted_ = std::make_unique<AdapterGroups>();       // of all rows
   std::unique_ptr<AdapterGroups> adapted_read_ = std::make_unique<AdapterGroups>();  // of those that are read
   std::shared_ptr<SharedRanks> ranks_;  // of the collectives, if any

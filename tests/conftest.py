@@ -35,7 +35,7 @@ from quire.utils import progress  # noqa: E402
 from tests import quick_interpreter  # noqa: E402
 from tests.closing_words import said, say  # noqa: E402
 from tests.kernels.triton.compiler import Compiler  # noqa: E402
-from tests.warm_interpreters import WarmInterpreter, fresh_ones  # noqa: E402
+from tests.warm_interpreters import WarmInterpreter, close_interpreters, copied_helpers, fresh_ones  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +160,14 @@ def copied_processes(warm_interpreter: WarmInterpreter) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", name="copied_helpers")
+def are_helpers_copied() -> Iterator[None]:
+    """What tokenises and makes masks for engines of this process are copies of an interpreter that has imported the
+    libraries."""
+    with copied_helpers():
+        yield
+
+
 @pytest.fixture
 def fresh_interpreters() -> Iterator[None]:
     """Ranks and engines of a test are started as everywhere, whatever the other tests of its module do."""
@@ -178,6 +186,7 @@ def triton_compiler() -> Iterator[Compiler]:
 def nothing_left_behind() -> Iterator[None]:
     """After the last test no process that a test started is alive, and no ipc file or directory remains."""
     yield
+    close_interpreters()
     _, alive = psutil.wait_procs(started_processes(), timeout=60)
     processes = [line for process in alive if (line := description(process))]
     files = sorted(str(path.relative_to(RUNTIME_DIRECTORY)) for path in RUNTIME_DIRECTORY.rglob("*"))

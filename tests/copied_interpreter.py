@@ -35,44 +35,50 @@ _ABOVE_ALL = 400
 """Added to the numbers of a copy's files, before they get those that they have in the process that asks."""
 
 
-class Copy(subprocess.Popen[bytes]):
+class Copy(subprocess.Popen[Any]):
     """A process that is started in another way than by fork and exec."""
 
-    def __init__(self, start: Callable[[int], int]) -> None:
-        """start: file that the process reads as standard input -> process id."""
+    def __init__(self, start: Callable[[int, int, int], int], **keywords: Any) -> None:
+        """start: files that the process has as standard input, output and error -> process id. keywords: Popen's."""
         self._start = start
-        super().__init__(["copy"], stdin=subprocess.PIPE)
+        super().__init__(["copy"], stdin=subprocess.PIPE, **keywords)
 
     def _execute_child(self, *arguments: Any) -> None:
-        """The eleventh argument is the end of the pipe that the child reads."""
+        """Six arguments are pipes: what the child has of each, and what this process has; -1 where there is none."""
+        pipes = arguments[10:16]
         try:
-            self.pid = self._start(arguments[10])
+            read, write, error = pipes[0], pipes[3], pipes[5]
+            self.pid = self._start(read, 1 if write == -1 else write, 2 if error == -1 else error)
             self._child_created = True
         finally:
-            os.close(arguments[10])
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
 class Asked(msgspec.Struct):
-    """Request for a copy. numbers: of its files, in the order in which they are sent."""
+    """Request for a copy. numbers: of its files, in the order in which they are sent. ignored: signals. in_session:
+    True for a new session, without a terminal."""
 
     module: str
     name: str
     numbers: list[int]
     environment: dict[str, str]
     directory: str
+    ignored: list[int]
+    in_session: bool = False
 
     @classmethod
     def here(cls, module: str, name: str, fds: Collection[int]) -> Asked:
-        """With this process's environment and directory."""
-        return cls(module, name, [0, 1, 2, *fds], dict(os.environ), os.getcwd())
+        """With this process's environment and directory, and without the signals that it ignores."""
+        ignored = [int(each) for each in signal.valid_signals() if signal.getsignal(each) == signal.SIG_IGN]
+        return cls(module, name, [0, 1, 2, *fds], dict(os.environ), os.getcwd(), ignored)
 
 
-def serve(number: int) -> None:
-    """Make copies until the socket closes. number: the socket's."""
+def serve(number: int, modules: Collection[str]) -> None:
+    """Make copies until the socket closes. number: the socket's. modules: imported before."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     copy_children()
-    for name in IMPORTED:
+    for name in modules:
         importlib.import_module(name)
     gc.freeze()
     asking = socket.socket(fileno=number)
@@ -110,11 +116,11 @@ def copy_children(*modules: str) -> None:
 def _start(module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
     """In place of `child_process.start_interpreter`."""
 
-    def start(stdin: int) -> int:
+    def start(*standard: int) -> int:
         asked, asker, files = Asked.here(module, name, fds), os.getpid(), _open_files()
         pid = os.fork()
         if pid == 0:
-            _run(asked, [stdin, *asked.numbers[1:]], files, asker)
+            _run(asked, [*standard, *fds], files, asker)
         return pid
 
     process = Copy(start)
@@ -122,15 +128,18 @@ def _start(module: str, name: str, line: bytes, fds: Collection[int]) -> subproc
     return process
 
 
-def _forget_the_asker() -> None:
+def _forget_the_asker(ignored: Collection[int]) -> None:
     """What a process that has run before was told: signals, log records. What it leaves behind is not freed here, since
-    the numbers of its files will have other owners."""
+    the numbers of its files will have other owners. ignored: signals that stay so, as behind an exec."""
     gc.freeze()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
+        if number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) != signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.getLogger("quire").handlers.clear()
 
 
@@ -150,8 +159,11 @@ def _run(asked: Asked, fds: list[int], files: dict[int, str], asker: int) -> NoR
     try:
         while os.getppid() != asker:
             time.sleep(0.001)
-        os.setpgid(0, 0)
-        _forget_the_asker()
+        if asked.in_session:
+            os.setsid()
+        else:
+            os.setpgid(0, 0)
+        _forget_the_asker(asked.ignored)
         numbers = asked.numbers
         high = [fcntl.fcntl(each, fcntl.F_DUPFD, _ABOVE_ALL + max(numbers)) for each in fds]
         for each, wanted in zip(high, numbers, strict=True):

@@ -19,14 +19,18 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
 
 from quire.engine import engine_process
 from quire.executors import multiprocess
+from quire.structured_output import service
+from quire.tokenization import helpers
 from quire.utils import child_process
-from tests.copied_interpreter import Asked, Copy
+from tests.copied_interpreter import IMPORTED, Asked, Copy
 
 READ_BY_IMPORTS = ("CUDA", "GOMP_", "KMP_", "LD_", "MKL_", "NUMPY", "OMP_", "OPENBLAS", "PYTHON", "TORCH", "TRITON_")
 """Beginnings of the variables that a copy cannot have otherwise than the warm interpreter: with another value of them a
@@ -34,15 +38,19 @@ fresh interpreter is started. It gets all others from the process that asks."""
 _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from tests.copied_interpreter import serve; serve(int(sys.argv[2]))"
+    "from tests.copied_interpreter import serve; serve(int(sys.argv[2]), json.loads(sys.argv[3]))"
 )
 
 
 @contextlib.contextmanager
-def _started_by(start: Callable[[str, str, bytes, Collection[int]], subprocess.Popen[bytes]]) -> Iterator[None]:
+def _started_by(
+    start: Callable[[str, str, bytes, Collection[int]], subprocess.Popen[bytes]],
+    starters: Collection[ModuleType] = (multiprocess, engine_process),
+) -> Iterator[None]:
+    """starters: modules that start processes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocess, "start_interpreter", start)
-        patch.setattr(engine_process, "start_interpreter", start)
+        for each in starters:
+            patch.setattr(each, "start_interpreter", start)
         yield
 
 
@@ -52,12 +60,13 @@ def fresh_ones() -> contextlib.AbstractContextManager[None]:
 
 
 class WarmInterpreter:
-    """Starts copies in place of `child_process.start_interpreter`."""
+    """Starts copies in place of `child_process.start_interpreter`, and servers. modules: imported once."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Collection[str] = IMPORTED) -> None:
+        self._modules = modules
         self._turn = threading.Lock()
         self._environment: dict[str, str] | None = None
-        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def in_place_of_fresh_ones(self) -> contextlib.AbstractContextManager[None]:
@@ -65,27 +74,37 @@ class WarmInterpreter:
         return _started_by(self.start)
 
     def start(self, module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
-        with self._turn:
-            self._process = self._process or self._begin()
-        if _environment_of_imports() != self._environment:
+        if not self.is_here():
             return child_process.start_interpreter(module, name, line, fds)
-        process = Copy(partial(self._copy, Asked.here(module, name, fds)))
+        process = self.start_copy(Asked.here(module, name, fds))
         child_process.write_line(process, line)
         return process
 
+    def is_here(self) -> bool:
+        """Begin where it has not. False where a copy would have imported with other variables than this process has."""
+        with self._turn:
+            self._process = self._process or self._begin()
+        return _environment_of_imports() == self._environment
+
+    def start_copy(self, asked: Asked, **keywords: Any) -> subprocess.Popen[Any]:
+        """keywords: Popen's, of its output and error."""
+        return Copy(partial(self._copy, asked), **keywords)
+
     def _begin(self) -> subprocess.Popen[bytes]:
         self._environment = _environment_of_imports()
-        arguments = json.dumps([str(each) for each in sys.path]), str(self._theirs.fileno())
-        command = (sys.executable, "-P", "-c", _BOOT, *arguments)
-        with self._theirs:
-            return subprocess.Popen(command, pass_fds=[self._theirs.fileno()])
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = json.dumps([str(each) for each in sys.path]), str(theirs.fileno()), json.dumps(self._modules)
+        with theirs:
+            return subprocess.Popen((sys.executable, "-P", "-c", _BOOT, *arguments), pass_fds=[theirs.fileno()])
 
-    def _copy(self, asked: Asked, stdin: int) -> int:
+    def _copy(self, asked: Asked, *standard: int) -> int:
         """Process id of a new child of this process."""
+        assert self._socket is not None
         with self._turn:
             _become_subreaper(True)
             try:
-                socket.send_fds(self._socket, [msgspec.json.encode(asked)], [stdin, *asked.numbers[1:]])
+                fds = [*standard, *asked.numbers[len(standard) :]]
+                socket.send_fds(self._socket, [msgspec.json.encode(asked)], fds)
                 answer = self._socket.recv(64)
             finally:
                 _become_subreaper(False)
@@ -93,10 +112,32 @@ class WarmInterpreter:
         return int(answer)
 
     def close(self) -> None:
-        self._socket.close()
-        self._theirs.close()
-        if self._process is not None:
+        if self._process is not None and self._socket is not None:
+            self._socket.close()
             self._process.wait()
+            self._process = None
+
+
+SERVERS = WarmInterpreter(
+    (
+        *("quire.engine.process", "quire.server.run", "quire.server.app", "quire.server.http_protocol"),
+        *("tests.server.served_process", "tests.server.executor"),
+    )
+)
+"""Its copies are servers, and their engines, of tests that ask nothing of a start."""
+HELPERS = WarmInterpreter(("quire.tokenization.helper_process", "quire.structured_output.fork_server"))
+"""Its copies are processes that tokenise and that make masks."""
+
+
+def copied_helpers() -> contextlib.AbstractContextManager[None]:
+    """What tokenises and makes masks for engines of this process are copies."""
+    return _started_by(HELPERS.start, (helpers, service))
+
+
+def close_interpreters() -> None:
+    """Behind the last test."""
+    for each in (SERVERS, HELPERS):
+        each.close()
 
 
 def _environment_of_imports() -> dict[str, str]:

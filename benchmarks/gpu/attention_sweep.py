@@ -1,9 +1,8 @@
 """Tiles, stages and splits of attention: python -m benchmarks.gpu.attention_sweep --out FILE [--tiny]
 
-The kernels alone, without norms, rotation and the write, the most decisive variants first. Every variant's rows are
-compared with attention in float32 over the same pages: `difference` is the norm of the difference over that of the
-result, of the last tokens of two sequences, `nan` counts elements of all rows. --tiny: small shapes in Triton's
-interpreter.
+The kernels alone, without norms, rotation and the write, the most decisive variants first. `difference` is the norm of
+the difference from attention in float32 over the same pages, over the result's, of the last tokens of two sequences;
+`nan` counts elements of all rows. --tiny: small shapes in Triton's interpreter.
 """
 
 from __future__ import annotations

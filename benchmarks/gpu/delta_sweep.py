@@ -1,9 +1,8 @@
 """Tiles of the gated delta rule's prompts: python -m benchmarks.gpu.delta_sweep --out FILE [--tiny]
 
-Qwen3-Next's shape; every kernel alone. `difference` and `state difference` are norms of differences from float64 over
-the norms of results and of last states, `rounding` what the results' dtype costs alone. `python -m
-tests.kernels.triton.ahead_of_time 90 delta cache` compiles every kernel before. --tiny: a small shape in Triton's
-interpreter.
+Qwen3-Next's shape; every kernel alone. `difference` and `state difference` are relative errors (norms, from float64) of
+results and last states, `rounding` what the results' dtype costs alone. `python -m tests.kernels.triton.ahead_of_time
+90 delta cache` compiles every kernel before. --tiny: a small shape in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from benchmarks.gpu.records import Record
 from benchmarks.gpu.timing import Call, measure
 from quire.attention.device_batch import DeviceBatch, DeviceStateStep
 from quire.kernels.arguments import NORM_EPSILON, DeltaRule
-from quire.kernels.triton.delta_prompt import BFLOAT16, PromptTiles, prompt_rule
+from quire.kernels.triton.delta_prompt import TILES, PromptTiles, prompt_rule
 from quire.kernels.triton.linear_state import gated_delta_rule, rule_parts
 from quire.kernels.triton.runtime import launch, recorded_launches
 
@@ -34,17 +33,13 @@ CUT, TINY_CUT = 70, 5
 """First tokens of each sequence that a step of their own computes, where results of two steps are checked."""
 INTERVAL, TABLE_WIDTH = 1024, 8
 VARIANTS: Mapping[str, PromptTiles] = {
-    "present": BFLOAT16,
-    "chunks: 8 warps": replace(BFLOAT16, chunk_warps=8),
-    "chunks: 168 registers": replace(BFLOAT16, chunk_registers=168),
-    "states: 16 columns": replace(BFLOAT16, columns=16),
-    "states: 8 warps": replace(BFLOAT16, state_warps=8),
-    "states: 3 stages": replace(BFLOAT16, num_stages=3),
-    "states: 1 stage": replace(BFLOAT16, num_stages=1),
-    "states: 64 columns, 8 warps": replace(BFLOAT16, columns=64, state_warps=8),
-    "1 part": replace(BFLOAT16, parts=1),
-    "1 part, states: 64 columns": replace(BFLOAT16, parts=1, columns=64),
-    "float32": PromptTiles(0, 32, 8, 8, 1),
+    "present": TILES,
+    "chunks: 8 warps": replace(TILES, chunk_warps=8),
+    "chunks: 168 registers": replace(TILES, chunk_registers=168),
+    "states: 16 columns": replace(TILES, columns=16),
+    "states: 8 warps": replace(TILES, state_warps=8),
+    "states: 2 stages": replace(TILES, num_stages=2),
+    "states: 64 columns, 8 warps": replace(TILES, columns=64, state_warps=8, num_stages=2),
 }
 
 

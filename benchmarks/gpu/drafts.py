@@ -1,11 +1,10 @@
 """Drafts: python -m benchmarks.gpu.drafts --out FILE [--methods ngram,model,parallel,head] [--tiny]
 
-Engines of Qwen3-8B's shape and random weights, without drafts and with them, one after the other, with the same
-requests: greedy and sampled, one sequence and several. n-grams: over prompts that repeat themselves and among so few
-tokens that some drafts are right. model: a model of 1/20 the bytes makes the drafts, parallel: the same in one pass
-(PARD), head: an EAGLE-3 head; an oracle puts the tokens of the run without drafts in their place, right with
-probability 0.7. Under `batch_invariant` tokens must be equal; time by step and by token. --tiny: a tiny shape in
-Triton's interpreter, to try the script.
+Engines of Qwen3-8B's shape and random weights, without drafts and with them, in turn, with the same requests: greedy
+and sampled, one sequence and several. n-grams: prompts that repeat themselves, of so few tokens that some drafts are
+right. model: a model of 1/20 the bytes drafts, parallel: in one pass (PARD), head: an EAGLE-3 head; an oracle replaces
+drafts by the tokens of the run without, right with probability 0.7. Under `batch_invariant` tokens must be equal; time
+by step and by token. --tiny: a tiny shape in Triton's interpreter.
 """
 
 from __future__ import annotations

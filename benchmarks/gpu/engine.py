@@ -1,9 +1,8 @@
 """One engine in one process: python -m benchmarks.gpu.engine --out FILE [--format bf16|fp8] [--tiny]
 
-How long it takes to be ready; one stream; decode steps of 1, 32 and 256 sequences, with the host's part; decodes of
-long sequences; prompts of 8K and 32K; where the time of a step goes, by kernel. Random weights in the shape of Qwen3-8B
-with its own context of 40,960 tokens. --format fp8: weights of 8 bits, and of the above what they change. --tiny: a
-tiny shape in Triton's interpreter, to try the script.
+Time to be ready; one stream; decode steps of 1, 32 and 256 sequences, with the host's part; decodes of long sequences;
+prompts of 8K and 32K; time of a step by kernel. Random weights in Qwen3-8B's shape with its context of 40,960 tokens.
+--format fp8: 8-bit weights, and what they change. --tiny: a tiny shape in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """What decides designs: python -m benchmarks.gpu.experiments --out FILE [--what WHAT ...] [--seconds S] [--tiny]
 
-bits: are a product's rows the same bits in tiles of 64 and 128 rows, of 64 to 256 columns, and with the operands
-swapped (which would let `batch_invariant` choose tiles by the number of rows), and what would each take? launch: a
-chain of small kernels with and without programmatic dependent launch. products: which of many ways multiplies fastest
-with a quantised matrix, within --seconds (only where it is asked for)? --tiny: small matrices in Triton's
-interpreter.
+bits: are a product's rows the same bits in tiles of 64 and 128 rows, of 64 to 256 columns, and with operands swapped
+(`batch_invariant` could then choose tiles by the number of rows), and what does each take? launch: a chain of small
+kernels with and without programmatic dependent launch. products (only if named): the fastest way to multiply with a
+quantised matrix, within --seconds. --tiny: small matrices in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class Operands:
             new(rows, size),
             routing,
             new(pairs, width),
-            new(pairs, size).float(),
+            new(pairs, size, dtype=torch.float32),
         )
 
     def calls(self, rows: int, what: str) -> Iterator[tuple[str, Call]]:
@@ -267,7 +267,7 @@ def sweep(device: torch.device, ceilings: Ceilings, seconds: float, *, tiny: boo
 def dry_calls() -> Iterator[Call]:
     """Each kernel of the sweep once, over memory of the host that is not there, to compile it ahead."""
     for mixture, rows, what in CASES:
-        operands = Operands.build(mixture, 32, torch.device("cpu"), is_dry=True)
+        operands = Operands.build(mixture, rows, torch.device("cpu"), is_dry=True)
         for _, call in operands.calls(rows, what):
             yield call
 

@@ -2,11 +2,10 @@
 
     python -m benchmarks.gpu.families --out FILE [--names A,B] [--warm] [--tiny]
 
-Experts, latent attention, attention over chosen keys, and layers with states, in the shapes of published models with
-random weights; those that exceed the card's memory with fewer layers. For each, one engine: ready, decode steps of 1,
-32 and 256 sequences, a prompt of 8,192 tokens, and the time of a step by kernel. --warm: compile the kernels with few
-layers (one of each kind) and measure nothing, beside other work. --tiny: small models of the same kinds in Triton's
-interpreter.
+Experts, latent attention, attention over chosen keys, and layers with states, in shapes of published models (fewer
+layers where memory asks) with random weights. An engine each: ready, decode steps of 1, 32 and 256 sequences, a prompt
+of 8,192 tokens, time of a step by kernel. --warm: compile the kernels with few layers, measure nothing. --tiny: small
+models in Triton's interpreter.
 """
 
 from __future__ import annotations

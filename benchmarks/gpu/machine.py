@@ -1,8 +1,7 @@
 """The machine that a run is on: python -m benchmarks.gpu.machine --out FILE
 
-What must be there for a kernel to be compiled and launched, with the reason where it is not; which other libraries are
-there to compare with; versions; how many kernels and launchers the cache of compiled kernels has, out of some that
-every engine needs. Exits 1 where something is missing that kernels need.
+What compiling and launching kernels needs, with reasons where it is missing (then exits 1); libraries to compare with;
+versions; how many of some kernels and launchers that every engine needs the cache of compiled kernels has.
 """
 
 from __future__ import annotations

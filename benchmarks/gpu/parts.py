@@ -25,9 +25,9 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command of a run. name: as on the command line. command: in it {out} is the file for results, {folder} the
-    place of logs. seconds: after which it is ended. least: it does not begin with less time left. rehearsal: words that
-    it takes besides where there is no card; rehearsed: the command there, if another. environment: variables."""
+    """A command of a run. name: on the command line. command: {out} is the file for results, {folder} the place of
+    logs. seconds: its time. least: it does not begin with less time left. rehearsal: further words without a card;
+    rehearsed: the command there, if another. environment: variables."""
 
     name: str
     command: tuple[str, ...]

@@ -1,8 +1,7 @@
-"""Ways to multiply with quantised matrices, each checked against the first and timed: what tiles are chosen by.
+"""Ways to multiply with quantised matrices of Qwen3-8B, each checked against the first and timed.
 
-Shapes are a layer's of Qwen3-8B. The most decisive come first, and every result is a record at once, so that a run that
-is cut off has said something. `python -m tests.kernels.triton.ahead_of_time 90 sweep cache` compiles every kernel
-before.
+The most decisive come first, and every result is a record at once. `python -m tests.kernels.triton.ahead_of_time 90
+sweep cache` compiles every kernel before.
 """
 
 from __future__ import annotations

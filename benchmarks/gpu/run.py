@@ -1,12 +1,12 @@
-"""Everything that is checked and measured on a GPU, one part after the other (benchmarks/gpu/run.sh calls this).
+"""Everything that is checked and measured on a GPU, part after part (benchmarks/gpu/run.sh calls this).
 
     python -m benchmarks.gpu.run [--out DIR] [--seconds 315] [--parts gate,engine,...] [--rehearse]
     python -m benchmarks.gpu.run --side-by-side --peer-path PATHS [--seconds 290]
 
-A part that fails or runs out of its time does not stop the next, nor take of its time. DIR holds four files at any
-moment, which are written anew after each part: summary.txt, results.json, logs.tar.xz and triton-cache.tar.xz, which
-the next call can begin with (run.sh --triton-cache). --rehearse tries all of it where there is no card: in Triton's
-interpreter, with tiny shapes. Its times say nothing.
+A part that fails or runs out of its time does not stop the next. DIR holds four files, written anew after each part:
+summary.txt, results.json, logs.tar.xz and triton-cache.tar.xz, with which the next call can begin (run.sh
+--triton-cache). --rehearse tries all of it without a card: in Triton's interpreter, with tiny shapes, whose times say
+nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One engine on the workloads that Quire and vLLM are compared on: python -m benchmarks.gpu.side_by_side quire|vllm
 --out FILE [--model qwen3-8b|qwen3-30b-a3b] [--format bf16|fp8] [--workloads NAMES] [--tiny]
 
-The engine has the card to itself: the model's shape, random weights, the same token ids, greedy, all tokens whatever
-the model says, no prefix cache, no detokenising, 8,192 tokens a step. Each workload runs once to compile and warm, then
-ROUNDS times. vLLM's process imports nothing of Quire but this folder's files of the standard library alone.
+The engine has the card to itself: random weights, the same token ids, greedy, no end tokens, no prefix cache, no
+detokenising, 8,192 tokens a step. Each workload runs once to compile and warm, then ROUNDS times. vLLM's process
+imports of Quire only this folder's files, which need the standard library alone.
 """
 
 from __future__ import annotations

@@ -104,7 +104,11 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
         )
     activations = estimate_activations(config)
     groups, layers_per_group = group_layers(specs, config.cache.block_size, config.cache.state_snapshot_interval)
-    adapters = config.adapters.slot_bytes(shape.adapter_elements + shape.table_adapter_elements)
+    elements = shape.adapter_elements + shape.table_adapter_elements
+    elements += shape.expert_adapter_elements if config.adapters.allows_experts else 0
+    adapters = config.adapters.slot_bytes(elements)
+    if config.model.pooling is not None:
+        adapters += config.adapters.saved_bytes(len(config.model.pooling.labels) * shape.hidden)
     tower = _tower(config)
     activations_held = activations if tower is None else activations + tower.working_bytes
     held = weight_bytes + adapters + (0 if tower is None else tower.weight_bytes)

@@ -49,7 +49,8 @@ def content_digest(directory: Path) -> bytes:
     """SHA-256 of the tensors' file and the config keys that change results; workers compare it again when they load."""
     config, path = read_config(directory), weight_file(directory)
     counted = (config.rank, config.alpha, dict(config.rank_pattern), dict(config.alpha_pattern), config.rank_stabilised)
-    digest = hashlib.sha256(json.dumps(counted).encode())
+    parameters = sorted(config.target_parameters)  # they say which tensors are whose
+    digest = hashlib.sha256(json.dumps((*counted, parameters) if parameters else counted).encode())
     try:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

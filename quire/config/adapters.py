@@ -11,6 +11,9 @@ ADAPTER_SLOTS = "adapter_slots"
 """Step column of the slot whose adapter a token has; 0: none."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+EXPERTS = "experts"
+"""Part of the names of experts' modules."""
+EXPERT_MODULES = {EXPERTS, "gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,21 @@ class AdaptersConfig:
         return self.max_running > 0
 
     def allows(self, module: str) -> bool:
-        return self.target_modules is None or module.rpartition(".")[2] in self.target_modules
+        parts = module.split(".")
+        own = {parts[-1], EXPERTS} if EXPERTS in parts else {parts[-1]}
+        return self.target_modules is None or not own.isdisjoint(self.target_modules)
+
+    @property
+    def allows_experts(self) -> bool:
+        return self.target_modules is None or not EXPERT_MODULES.isdisjoint(self.target_modules)
 
     def slot_bytes(self, elements: int) -> int:
         """Bytes reserved for all slots, at the largest rank. elements: an adapter's elements for each rank."""
         return elements * self.max_rank * self.num_slots * _BYTES[self.dtype] if self.is_on else 0
+
+    def saved_bytes(self, elements: int) -> int:
+        """Bytes reserved for whole matrices."""
+        return 4 * elements * self.num_slots if self.is_on else 0
 
 
 NO_ADAPTERS = AdaptersConfig()

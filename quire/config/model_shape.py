@@ -318,6 +318,12 @@ class ModelShape:
         return total
 
     @property
+    def expert_adapter_elements(self) -> int:
+        """`adapter_elements` of experts."""
+        mixtures = ((layer.experts, count) for layer, count in self.layer_counts.items() if layer.experts is not None)
+        return sum(3 * count * each.num_experts * (self.hidden + each.intermediate) for each, count in mixtures)
+
+    @property
     def table_adapter_elements(self) -> int:
         """`adapter_elements` of embedding and head."""
         return 2 * (self.vocab + self.embedding_width)

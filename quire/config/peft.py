@@ -28,10 +28,10 @@ REFUSED: Mapping[str, str] = {
     "kasa_config": "it changes the base's own matrices",
     "velora_config": "it is not read",
     "megatron_config": "its layers are Megatron's",
-    "target_parameters": "it names parameters in place of modules, such as stacked experts",
-    "modules_to_save": "it brings whole modules of its own",
 }
 """Keys that change what an adapter computes -> reason for the refusal, unless they are off."""
+SAVED = ("classifier", "score")
+"""Modules that may be whole; PEFT names both for each classifier."""
 BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` for adapters whose base differs from the model's checkpoint."""
 
@@ -40,7 +40,8 @@ BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 class PeftConfig:
     """Settings of a PEFT adapter. rank, alpha: for modules that no pattern matches. rank_pattern, alpha_pattern:
     regular expressions, in order, for the ends of module names. rank_stabilised: scales are alpha / sqrt(rank).
-    target_modules: module names; None: an expression, or all linear layers."""
+    target_modules: module names; None: an expression, or all linear layers. target_parameters: ends of
+    parameters' names. saved: modules of SAVED."""
 
     path: Path
     rank: int
@@ -50,6 +51,11 @@ class PeftConfig:
     rank_stabilised: bool
     target_modules: tuple[str, ...] | None
     base_model: str | None
+    target_parameters: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+
+    def targets_parameter(self, name: str) -> bool:
+        return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
 
     def rank_of(self, module: str) -> int:
         return int(_matching(self.rank_pattern, module, self.rank))
@@ -104,6 +110,8 @@ def read_peft_config(directory: Path) -> PeftConfig:
         fields.boolean("use_rslora", False),
         _target_modules(fields),
         base if isinstance(base := values.get("base_model_name_or_path"), str) else None,
+        _names(fields, "target_parameters"),
+        _saved(fields),
     )
 
 
@@ -122,6 +130,24 @@ def _patterns(fields: Fields, key: str, *, whole: bool) -> dict[str, Any]:
             raise fields.error(f"{key}: {shown(pattern)} is too long, or repeats a repetition")
         found[pattern] = own.integer(pattern, maximum=MOST_RANK) if whole else own.number(pattern)
     return found
+
+
+def _saved(fields: Fields) -> tuple[str, ...]:
+    given = _names(fields, "modules_to_save")
+    for name in given:
+        if name not in SAVED:
+            raise fields.error(
+                f"modules_to_save = {shown(list(given))} is not supported: of {shown(name)} name its matrix in "
+                f"target_modules instead; only the heads {' and '.join(SAVED)} of classifiers may be saved whole"
+            )
+    return given
+
+
+def _names(fields: Fields, key: str) -> tuple[str, ...]:
+    given = fields.values.get(key) or []
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise fields.error(f"{key} must be a list of names or null, not {shown(given)}")
+    return tuple(given)
 
 
 def _target_modules(fields: Fields) -> tuple[str, ...] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -323,6 +323,23 @@ class RowCounts:
     num_rows: torch.Tensor | None = None
 
 
+class AddsToExperts(Protocol):
+    """ExpertAdapters, as kernels see them."""
+
+    def slots_of(self, x: torch.Tensor) -> torch.Tensor | None: ...
+
+    def add_to_products(
+        self,
+        matrix: Literal["gate_up_proj", "down_proj"],
+        expert: int,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+    def recorded(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Matrices of the experts' gated MLPs, from `LinearMethod.create_stack`. gate_up: [2 * intermediate, size] each,
@@ -338,3 +355,4 @@ class ExpertWeights:
     counts: RowCounts | None = None
     places: torch.Tensor | None = None
     apart: bool = False
+    adapters: AddsToExperts | None = None

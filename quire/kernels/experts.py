@@ -53,11 +53,13 @@ def experts(
         is_own = torch.arange(len(x))[:, None] % copies == turn
         chosen = torch.where(is_own, place, -1)
     parts = torch.full((len(x), top_k, x.shape[1]), -0.0, dtype=torch.float32, device=x.device)
+    slots = None if weights.adapters is None else weights.adapters.slots_of(x)
     for expert in chosen.unique().tolist():
         if expert < 0:
             continue
         rows, places = (chosen == expert).nonzero(as_tuple=True)
-        parts[rows, places] = _expert(weights, expert, x.index_select(0, rows), shares[rows, places, None], product)
+        own, own_slots = x.index_select(0, rows), None if slots is None else slots[rows]
+        parts[rows, places] = _expert(weights, expert, own, shares[rows, places, None], product, own_slots)
     if weights.apart:
         return parts.flatten(1)
     out = _added(parts, shares, weighs_input=weights.weighs_input).to(x.dtype)
@@ -103,14 +105,25 @@ def gated(gating: Gating, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _expert(
-    weights: ExpertWeights, expert: int, x: torch.Tensor, share: torch.Tensor, product: Product
+    weights: ExpertWeights,
+    expert: int,
+    x: torch.Tensor,
+    share: torch.Tensor,
+    product: Product,
+    slots: torch.Tensor | None,
 ) -> torch.Tensor:
     """One expert's result: [N, size] -> [N, size] float32. share: [N, 1] float32, weight, applied only if
-    `weighs_input`."""
+    `weighs_input`. slots: [N]."""
     if weights.weighs_input:
         x = (x.float() * share).to(x.dtype)
-    gate, up = product(weights.gate_up[expert], x).chunk(2, dim=-1)
-    return product(weights.down[expert], gated(weights.gating, gate, up)).float()
+    adapters, wide = weights.adapters, product(weights.gate_up[expert], x)
+    if adapters is not None and slots is not None:
+        wide = adapters.add_to_products("gate_up_proj", expert, x, wide, slots)
+    inner = gated(weights.gating, *wide.chunk(2, dim=-1))
+    out = product(weights.down[expert], inner)
+    if adapters is not None and slots is not None:
+        out = adapters.add_to_products("down_proj", expert, inner, out, slots)
+    return out.float()
 
 
 def _open_groups(routing: Routing, preference: torch.Tensor) -> torch.Tensor:

@@ -149,10 +149,14 @@ class Adapters:
         self.in_torch: list[SlotMatrices[Any]] = []
         self.places: dict[str, AdapterPlace | None] = {}
         """Targets that need no weight slot, by checkpoint name: a head may be tied."""
+        self.saved: dict[str, SavedHead] = {}
+        """By checkpoint name."""
         self.step: Any = None
         """Tokens' slots in the pass; None outside, and if no token has an adapter."""
         self.running: StepSlots | None = None
         """Tokens' slots in a recorded program's run."""
+        self.running_head: StepSlots | None = None
+        """Slots in a recorded head's run."""
 
     def add_layer(self, stack: AdapterStack, is_interleaved: Callable[[], bool]) -> None:
         """Register a layer. is_interleaved: gives AdapterStack's once the weights are loaded."""
@@ -175,6 +179,14 @@ class Adapters:
             yield
         finally:
             self.step = None
+
+
+class SavedHead(Protocol):
+    """Matrix that adapters may bring whole (SavedMatrices)."""
+
+    shape: tuple[int, int]
+
+    def load(self, slot: int, matrices: torch.Tensor) -> None: ...
 
 
 class SlotMatrices(Generic[MatricesT]):
@@ -236,6 +248,11 @@ class AdapterPlace:
         """(outputs, inputs) of the whole matrix."""
         parts = self.stack.pieces[self.piece]
         return sum(self.stack.parts[part].whole for part in parts), self.stack.in_whole
+
+    def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of the two matrices in files."""
+        outputs, inputs = self.shape
+        return (rank, inputs), (outputs, rank)
 
     @property
     def local_elements(self) -> int:

@@ -11,7 +11,9 @@ import torch
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.arguments import ExpertWeights, Gating, Routing
 from quire.kernels.value import Value
+from quire.layers.adapters import Part
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
+from quire.layers.expert_adapters import STACKED, ExpertAdapters, StackedPlace
 from quire.layers.expert_balance import BalancedExperts
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of
 from quire.parallel.expert_placement import Placement, first_placement, places_of
@@ -127,7 +129,12 @@ class MixtureOfExperts:
             counts = context.expert_counts.add_layer(count, context.device)
         stacks = create(gate_up, len(held)), create(down, len(held))
         is_balanced = balancer is not None and places is not None
-        self._weights = ExpertWeights(*stacks, gating, shape.weighs_input, counts, places, apart=is_balanced)
+        self._adapters = None
+        if context.adapters is not None and context.adapters.storage.adds_in_torch and places is None:
+            inner = Part(shape.intermediate, self._start, self._local)
+            self._adapters = ExpertAdapters(context.adapters, count, size, inner)
+        weighs, adapters = shape.weighs_input, self._adapters
+        self._weights = ExpertWeights(*stacks, gating, weighs, counts, places, apart=is_balanced, adapters=adapters)
         if balancer is not None and is_balanced:
             balancer.add_layer(BalancedExperts(self._weights, placement, group))
 
@@ -166,7 +173,8 @@ class MixtureOfExperts:
                 (names.down, narrow, None, narrow_bytes, narrow_bias),
             ):
                 load = partial(self._load_part, expert, part, "weight")
-                slots[f"{expert}.{name}.weight"] = WeightSlot(shape, load, nbytes)
+                adapter = None if self._adapters is None else self._adapters.place(expert, part)
+                slots[f"{expert}.{name}.weight"] = WeightSlot(shape, load, nbytes, adapter=adapter)
                 if self._bias:
                     load = partial(self._load_part, expert, part, "bias")
                     slots[f"{expert}.{name}.bias"] = WeightSlot(shape[:1], load, bias_bytes)
@@ -192,13 +200,22 @@ class MixtureOfExperts:
         wide_bytes, narrow_bytes, wide_bias, narrow_bias = stored
         matrices = ((names.fused_gate_up, (wide, size)), (names.fused_down, (size, self._intermediate)))
         slots: WeightSlots = {}
-        for name, (rows, columns), loader, nbytes, bias_bytes in (
-            (*matrices[0], self._load_gate_up, 2 * wide_bytes, 2 * wide_bias),
-            (*matrices[1], self._load_down, narrow_bytes, narrow_bias),
+        for matrix, (name, (rows, columns), loader, nbytes, bias_bytes) in zip(
+            STACKED,
+            (
+                (*matrices[0], self._load_gate_up, 2 * wide_bytes, 2 * wide_bias),
+                (*matrices[1], self._load_down, narrow_bytes, narrow_bias),
+            ),
+            strict=True,
         ):
             shape = (count, columns, rows) if names.transposed else (count, rows, columns)
             load = self._expert_by_expert("weight", names, loader, (rows, columns))
-            slots[name] = WeightSlot(shape, load, nbytes, transposed=names.transposed, turned=names.turned)
+            adapter = None
+            if self._adapters is not None:
+                adapter = StackedPlace(self._adapters, matrix, alternates=names.interleaved)
+            slots[name] = WeightSlot(
+                shape, load, nbytes, transposed=names.transposed, turned=names.turned, adapter=adapter
+            )
             if self._bias:
                 load = self._expert_by_expert("bias", names, loader)
                 slots[f"{name}_bias"] = WeightSlot((count, rows), load, bias_bytes)

@@ -26,6 +26,7 @@ from quire.layers.adapters import AdapterStack
 from quire.layers.head_adapters import HeadAdapters
 from quire.layers.native_adapters import record_adapted
 from quire.layers.operations import gather_columns, norm_shares, require_equal_widths
+from quire.layers.saved_matrices import SavedMatrices
 from quire.layers.table_adapters import TableAdapters
 from quire.parallel.interface import ProcessGroup
 
@@ -206,7 +207,9 @@ class NativeOperations:
     def add_adapted(self, stack: AdapterStack, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:
         return record_adapted(stack, x, y, slots)
 
-    def add_head_adapted(self, adapters: HeadAdapters, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:
+    def add_head_adapted(
+        self, adapters: HeadAdapters | SavedMatrices, x: Buffer, y: Buffer, slots: RecordedIndices
+    ) -> Buffer:
         return x.recorder.call_torch(adapters.add_recorded, y.width, [x, y])
 
     def add_looked_up(

@@ -28,6 +28,7 @@ from quire.kernels.rotation import Rotation, RotationTable
 from quire.kernels.value import AnyValue, Value
 from quire.layers.adapters import AdapterStack, add_adapted
 from quire.layers.head_adapters import HeadAdapters
+from quire.layers.saved_matrices import SavedMatrices
 from quire.layers.states import gated_delta_rule, gated_norm, short_convolution
 from quire.layers.table_adapters import TableAdapters
 from quire.parallel.interface import ProcessGroup
@@ -145,8 +146,8 @@ class Operations(Protocol):
         """y plus the adapters' results for x's rows. slots: `Adapters.step`. y is overwritten."""
         ...
 
-    def add_head_adapted(self, adapters: HeadAdapters, x: AnyValue, y: AnyValue, slots: Any) -> Value:
-        """`add_adapted` for matrices per head; not on a device."""
+    def add_head_adapted(self, adapters: HeadAdapters | SavedMatrices, x: AnyValue, y: AnyValue, slots: Any) -> Value:
+        """`add_adapted` for matrices per head, or whole ones; not on a device."""
         ...
 
     def add_looked_up(self, adapters: TableAdapters, indices: AnyValue, y: AnyValue, slots: Any) -> Value:
@@ -216,7 +217,9 @@ class SharedOperations:
     def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
         return add_adapted(stack, x, y, slots)
 
-    def add_head_adapted(self, adapters: HeadAdapters, x: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
+    def add_head_adapted(
+        self, adapters: HeadAdapters | SavedMatrices, x: torch.Tensor, y: torch.Tensor, slots: Any
+    ) -> torch.Tensor:
         return adapters.add(x, y, slots)
 
     def add_looked_up(

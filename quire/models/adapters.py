@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 
 from quire.adapter_orders import AdapterRef
 from quire.config.adapter_files import content_digest, read_config, scaled_digest, weight_file
-from quire.config.adapters import AdaptersConfig
+from quire.config.adapters import EXPERTS, AdaptersConfig
 from quire.config.hf_json import shown
 from quire.config.peft import PeftConfig
 from quire.errors import ModelLoadError
-from quire.layers.adapters import AdapterPlace, Adapters, AdapterStorage, nothing_runs
+from quire.layers.adapters import AdapterPlace, Adapters, AdapterStorage, SavedHead, nothing_runs
 from quire.layers.context import WeightSlots
 from quire.layers.embedding import HEAD
+from quire.layers.expert_adapters import STACKED, ExpertAdapters, ExpertPlace, StackedPlace
 from quire.layers.table_adapters import TablePlace
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.gguf.weights import read_gguf_matrices
@@ -28,8 +30,14 @@ from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>(?:embedding_)?[AB])(?:\.(?:default|weight))*")
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight")
+_WHOLE = re.compile(r"(?P<module>.+?)(?:\.modules_to_save(?:\.default)?)?\.weight")
 _PREFIX = re.compile(r"base_model\.model\.")
 _INNER = re.compile(r"(?:model\.)?language_model\.(model\.)?")
+_MIXTURE = re.compile(rf"(?P<mixture>.+\.{EXPERTS})\.(?:\d+\.\w+\.weight|{'|'.join(STACKED)})")
+_WRAPPED = ".base_layer"
+"""Part of a module's name for each further parameter."""
+_OLDER_NAMES = (".mlp.", ".block_sparse_moe.")
+"""Mixtral's in Transformers and in checkpoints."""
 KNOWN_PARTS = {
     "lora_magnitude_vector": "DoRA's magnitudes are not supported",
     ".bias": "biases are not supported",
@@ -41,6 +49,8 @@ KNOWN_PARTS = {
 
 Matrices = dict[str, dict[str, torch.Tensor]]
 """Module name in the file -> its matrices, by `AdapterPlace.names`."""
+WHOLE = "whole"
+"""Name of a matrix in place of the base's."""
 MATRIX_NAMES, EMBEDDING_NAMES = AdapterPlace.names, TablePlace.names
 COMPARED_ROWS = 2**13
 Placed = tuple[AdapterPlace, dict[str, torch.Tensor]]
@@ -59,6 +69,8 @@ class ModelAdapters:
         self._names: CheckpointNames | None = None
         self._heads = (1, 1)
         self._base: Callable[[], Tensors] | None = None
+        self._mixtures: dict[str, ExpertAdapters | None] = {}
+        """By the checkpoint's name; None: it takes no adapters."""
 
     def model_is_loaded(
         self,
@@ -73,6 +85,10 @@ class ModelAdapters:
         checkpoint again. pools: the model computes no tokens. Raises ModelLoadError if no layer takes any."""
         self._names, self._heads, self._base = names, heads, base
         self._places = {name: slot.adapter for name, slot in slots.items()} | ({} if pools else self.layers.places)
+        for name, place in self._places.items():
+            if found := _MIXTURE.fullmatch(name):
+                own = place.mixture if isinstance(place, ExpertPlace | StackedPlace) else None
+                self._mixtures[found["mixture"]] = own
         if not any(self._places.values()):
             raise ModelLoadError("enable_lora: no layer of this model takes adapters")
         self.layers.weights_are_loaded()
@@ -80,7 +96,8 @@ class ModelAdapters:
     def reserved_bytes(self) -> int:
         """Maximum bytes of adapters, all slots filled at the maximum rank, counted as weights in the memory profile."""
         allowed = [place for name, place in self._places.items() if self._config.allows(name.removesuffix(".weight"))]
-        return self._config.slot_bytes(sum(place.local_elements for place in allowed if place is not None))
+        of_ranks = self._config.slot_bytes(sum(place.local_elements for place in allowed if place is not None))
+        return of_ranks + self._config.saved_bytes(sum(math.prod(each.shape) for each in self.layers.saved.values()))
 
     def steps_so_far(self) -> Callable[[], None]:
         """Function that waits for the steps begun so far (AdapterStorage)."""
@@ -100,10 +117,17 @@ class ModelAdapters:
         config, path = read_config(directory), weight_file(directory)
         try:
             of_gguf = path.suffix == GGUF_SUFFIX
-            read = read_gguf_matrices(path, self._heads) if of_gguf else read_matrices(path, self._check_base)
+            read = (
+                read_gguf_matrices(path, self._heads)
+                if of_gguf
+                else read_matrices(path, self._check_base, config.saved)
+            )
+            saved = self._saved({module: read.pop(module) for module in list(read) if WHOLE in read[module]}, config)
             found = self._placed(read, config)
-            for module, (place, pair) in found.items():
-                scale = adapter.scale * config.scale_of(_bare(module))
+            for own, matrix in saved:
+                own.load(slot, matrix)
+            for key, (place, pair) in found.items():
+                scale = adapter.scale * config.scale_of(key)
                 a, b = (pair[name] for name in place.names)
                 place.load(self._storage, slot, a, b, scale)
         except ModelLoadError as error:
@@ -112,29 +136,34 @@ class ModelAdapters:
 
     def _placed(self, matrices: Matrices, config: PeftConfig) -> dict[str, Placed]:
         found: dict[str, Placed] = {}
-        taken: dict[str, str] = {}
+        taken: dict[object, str] = {}
         for module, pair in matrices.items():
-            name, place = self._place(module)
-            if name in taken:
-                raise ModelLoadError(f"the modules {shown(taken[name])} and {shown(module)} are one")
-            taken[name] = module
-            _check(module, pair, place, config)
-            if not self._config.allows(module):
+            name, place, key = self._stacked(module, config) or (*self._place(module), _bare(module))
+            if config.targets_parameter(f"{key}.weight"):
+                key += ".weight"
+            for each in (name, *_experts_of(place)):
+                if each in taken:
+                    raise ModelLoadError(f"the modules {shown(taken[each])} and {shown(module)} are one")
+                taken[each] = module
+            if isinstance(place, StackedPlace) and "A" in pair:
+                place = place.fitting(pair["A"], config.rank_of(key))
+            _check(module, key, pair, place, config)
+            if not self._config.allows(key.removesuffix(".weight")):
                 raise ModelLoadError(
                     f"tensor {shown(module)} changes a module that lora_target_modules leaves out: "
                     f"{', '.join(self._config.target_modules or ())} may be changed"
                 )
-            found[module] = (place, pair)
+            found[key] = (place, pair)
+        for target in config.target_parameters:
+            if not any(f".{key}".endswith(f".{target}") for key in found):
+                raise ModelLoadError(f"target_parameters names {shown(target)}, of which the file has no tensors")
         for target in config.target_modules or ():
             if not any(_bare(module).endswith(target) for module in matrices):
                 raise ModelLoadError(f"target_modules names {shown(target)}, of which the file has no tensors")
         return found
 
     def _place(self, module: str) -> tuple[str, AdapterPlace]:
-        assert self._names is not None, "the model is loaded before adapters"
-        bare = _bare(module)
-        inner = _INNER.sub("model.", bare, count=1) if _INNER.match(bare) else bare
-        for own in dict.fromkeys((bare, inner, f"model.{bare}", self._names.base + bare)):
+        for own in self._possible_names(_bare(module)):
             name = f"{own}.weight"
             if name not in self._places:
                 continue
@@ -143,6 +172,56 @@ class ModelAdapters:
                 raise ModelLoadError(f"tensor {shown(module)}: adapters of this module are not supported")
             return name, place
         raise ModelLoadError(f"tensor {shown(module)} does not belong to this model")
+
+    def _saved(self, modules: Matrices, config: PeftConfig) -> list[tuple[SavedHead, torch.Tensor]]:
+        """Targets of whole matrices."""
+        found = []
+        for module, pair in modules.items():
+            own, matrix = self.layers.saved.get(f"{_bare(module)}.weight"), pair[WHOLE]
+            if own is None or not self._config.allows(_bare(module)):
+                why = "this model does not take" if own is None else "lora_target_modules leaves out"
+                raise ModelLoadError(f"tensor {shown(module)} is a whole head, which {why}")
+            if len(pair) > 1:
+                raise ModelLoadError(f"tensor {shown(module)} is a whole head, and has matrices of low rank too")
+            if tuple(matrix.shape) != own.shape:
+                raise ModelLoadError(
+                    f"tensor {shown(module)} has shape {list(matrix.shape)}, where the base's labels ask for "
+                    f"{list(own.shape)}: num_labels or id2label of its config.json must be those of the adapter"
+                )
+            found.append((own, matrix))
+        if config.saved and not found:
+            raise ModelLoadError(f"modules_to_save names {shown(config.saved[0])}, of which the file has no tensors")
+        return found
+
+    def _stacked(self, module: str, config: PeftConfig) -> tuple[str, AdapterPlace, str] | None:
+        """Name, target and PEFT's name of a parameter with all experts; None for other modules. PEFT wraps a module for
+        each, the first innermost."""
+        bare, depth = _bare(module), 0
+        while bare.endswith(_WRAPPED):
+            bare, depth = bare.removesuffix(_WRAPPED), depth + 1
+        own = next((name for name in self._possible_names(bare) if name in self._mixtures), None)
+        if own is None:
+            return None
+        mixture = self._mixtures[own]
+        if mixture is None:
+            raise ModelLoadError(f"tensor {shown(module)}: adapters of this module are not supported")
+        targets = [name for name in STACKED if config.targets_parameter(f"{bare}.{name}")]
+        if depth >= len(targets):
+            raise ModelLoadError(
+                f"tensor {shown(module)}: target_parameters of {config.path.name} names {len(targets)} of its "
+                f"parameters {' and '.join(STACKED)}, too few for it"
+            )
+        matrix = targets[-1 - depth]
+        places = (self._places.get(f"{own}.{matrix}"), StackedPlace(mixture, matrix, alternates=False))
+        place = next(each for each in places if isinstance(each, StackedPlace))
+        return f"{own}.{matrix}", place, f"{bare}.{matrix}"
+
+    def _possible_names(self, bare: str) -> list[str]:
+        """Names that an adapter's module may have here."""
+        assert self._names is not None, "the model is loaded before adapters"
+        inner = _INNER.sub("model.", bare, count=1) if _INNER.match(bare) else bare
+        names = list(dict.fromkeys((bare, inner, f"model.{bare}", self._names.base + bare)))
+        return names + [name.replace(*_OLDER_NAMES) for name in names if _OLDER_NAMES[0] in name]
 
     def _check_base(self, module: str, tensor: torch.Tensor | FileTensor) -> None:
         """Raise ModelLoadError unless `tensor` is the base's embedding or head, as PEFT saves it too."""
@@ -161,6 +240,13 @@ class ModelAdapters:
         raise ModelLoadError(f"tensor {tensor_name} cannot be compared with this base's")
 
 
+def _experts_of(place: AdapterPlace) -> list[object]:
+    """Experts' matrices, each to be given once."""
+    if isinstance(place, ExpertPlace):
+        return [(place.stack, place.piece)]
+    return place.covered() if isinstance(place, StackedPlace) else []
+
+
 def _are_equal(own: torch.Tensor | FileTensor, other: torch.Tensor | FileTensor) -> bool:
     for start in range(0, own.shape[0], COMPARED_ROWS):
         count = min(COMPARED_ROWS, own.shape[0] - start)
@@ -173,9 +259,13 @@ def _bare(module: str) -> str:
     return _PREFIX.sub("", module, count=1) if _PREFIX.match(module) else module
 
 
-def read_matrices(path: Path, check_base: Callable[[str, torch.Tensor | FileTensor], None] | None = None) -> Matrices:
+def read_matrices(
+    path: Path,
+    check_base: Callable[[str, torch.Tensor | FileTensor], None] | None = None,
+    saved: Collection[str] = (),
+) -> Matrices:
     """Read all pairs of A and B from an adapter's weight file. check_base: called with module and tensor of the base.
-    Raises ModelLoadError for other tensors and incomplete pairs."""
+    saved: modules that may be whole. Raises ModelLoadError for other tensors and incomplete pairs."""
     matrices: Matrices = {}
     source = read_safetensors(path, BytesRead()) if path.suffix == ".safetensors" else read_torch(path)
     for name, stored in source:
@@ -184,12 +274,15 @@ def read_matrices(path: Path, check_base: Callable[[str, torch.Tensor | FileTens
             check_base(of_base["module"], stored)
             continue
         tensor = stored.read() if isinstance(stored, FileTensor) else stored
-        match = _TENSOR.fullmatch(name)
+        match, whole = _TENSOR.fullmatch(name), _WHOLE.fullmatch(name)
+        is_whole = match is None and whole is not None and whole["module"].rpartition(".")[2] in saved
+        match = whole if is_whole else match
         if match is None:
             why = next((why for part, why in KNOWN_PARTS.items() if part in name), "it is no matrix of an adapter")
             raise ModelLoadError(f"tensor {shown(name)}: {why}")
         pair = matrices.setdefault(match["module"], {})
-        if match["part"] in pair:
+        part = WHOLE if is_whole else match["part"]
+        if part in pair:
             raise ModelLoadError(f"tensor {shown(name)} occurs twice")
         if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or tensor.dim() != len("AB"):
             raise ModelLoadError(
@@ -197,8 +290,10 @@ def read_matrices(path: Path, check_base: Callable[[str, torch.Tensor | FileTens
             )
         if not bool(tensor.isfinite().all()):
             raise ModelLoadError(f"tensor {shown(name)} holds infinite numbers or NaN")
-        pair[match["part"]] = tensor
+        pair[part] = tensor
     for module, pair in matrices.items():
+        if pair.keys() == {WHOLE}:
+            continue
         names = (EMBEDDING_NAMES, MATRIX_NAMES)[pair.keys().isdisjoint(EMBEDDING_NAMES)]
         for part in names:
             if part not in pair:
@@ -212,12 +307,13 @@ def _shown(module: str, part: str) -> str:
     return shown(f"{module}.lora_{part}" + (".weight" if part in MATRIX_NAMES else ""))
 
 
-def _check(module: str, pair: dict[str, torch.Tensor], place: AdapterPlace, config: PeftConfig) -> None:
-    rank, (outputs, inputs) = config.rank_of(_bare(module)), place.shape
+def _check(module: str, key: str, pair: dict[str, torch.Tensor], place: AdapterPlace, config: PeftConfig) -> None:
+    """key: PEFT's name of module or parameter."""
+    rank = config.rank_of(key)
     if pair.keys() != set(place.names):
         own = " and ".join(f"lora_{part}" for part in place.names)
         raise ModelLoadError(f"tensor {_shown(module, min(pair))}: this module's matrices are {own}")
-    for part, wanted in zip(place.names, ((rank, inputs), (outputs, rank)), strict=True):
+    for part, wanted in zip(place.names, place.shapes(rank), strict=True):
         if tuple(pair[part].shape) != wanted:
             raise ModelLoadError(
                 f"tensor {_shown(module, part)} has shape {list(pair[part].shape)}, where the model "

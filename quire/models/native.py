@@ -224,6 +224,8 @@ class NativeModel:
         head = self._heads.get(adapts)
         if head is None or head.max_rows < num_rows:
             head = self._record_head(hidden.shape[1], num_rows, adapts=adapts)
+        if slots is not None and self._model.adapters is not None:
+            self._model.adapters.running_head = StepSlots(slots, None)
         rows = hidden.contiguous()
         columns = [slots if number == HEAD_SLOTS else None for number in range(HEAD_SLOTS + 1)] if adapts else ()
         run = head.bind(num_rows, columns, externals=(rows, self._logits.rows))

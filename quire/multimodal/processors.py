@@ -31,6 +31,8 @@ LARGEST_RATIO = 200
 """Maximum ratio of an image's sides."""
 MAX_SIDE = 2**16
 """Maximum side of a processed image in pixels."""
+PATCH_AXES = 1, 4, 2, 5, 7, 0, 3, 6
+"""Order of [frames, rows of tokens, of a token, of a patch, columns likewise, channels] in a tower's input."""
 _FILE, _JOINT_FILE, _IMAGES = "preprocessor_config.json", "processor_config.json", "image_processor"
 _KEY_LABEL = b"quire.image.v1\0"
 
@@ -68,6 +70,24 @@ class Normalisation:
         return rows
 
 
+@dataclass(frozen=True, slots=True)
+class PatchLayout:
+    """Vision tower's input from bytes. pixels: reshaped to `shape`, then in the order PATCH_AXES, where patches of a
+    token are adjacent. repeats: of each frame. table: [3, 256], a byte's value by channel."""
+
+    pixels: Pixels
+    shape: tuple[int, ...]
+    repeats: int
+    table: npt.NDArray[np.float32]
+
+    def patches(self) -> Patches:
+        values = self.pixels.reshape(self.shape).transpose(PATCH_AXES)
+        found = np.empty((*values.shape[:5], self.repeats * values.shape[5], *values.shape[6:]), np.float32)
+        for channel, table in enumerate(self.table):
+            found[:, :, :, :, channel] = table[values[:, :, :, :, channel]]
+        return found.reshape(math.prod(values.shape[:4]), -1)
+
+
 class ImageProcessor(Protocol):
     """Processor of one checkpoint; sendable to any process. merge_size: patches on each side of a token."""
 
@@ -96,9 +116,8 @@ class ImageProcessor(Protocol):
         """Resize an image. Raises UserError as `target_size` does."""
         ...
 
-    def patches(self, image: ProcessedImage) -> Patches:
-        """Vision tower's input, made in the worker: [patches, channels * frames of a patch * patch_size ** 2]. Patches
-        of a token are adjacent."""
+    def layout(self, image: ProcessedImage) -> PatchLayout:
+        """Where a patch's values lie in an image."""
         ...
 
 
@@ -158,17 +177,12 @@ class QwenProcessor(msgspec.Struct, frozen=True, tag=True):
         num_tokens = grid[1] * grid[2] // self.merge_size**2
         return ProcessedImage(resized, grid, num_tokens, content_key(resized, grid, self))
 
-    def patches(self, image: ProcessedImage) -> Patches:
+    def layout(self, image: ProcessedImage) -> PatchLayout:
         _, rows, columns = image.grid
         merge, size = self.merge_size, self.patch_size
         count = 1 if image.pixels.ndim == 3 else self.frames  # an image is repeated
-        blocks = image.pixels.reshape(count, rows // merge, merge, size, columns // merge, merge, size, 3)
-        # The values of a patch are contiguous: [patches, 3, frames, size * size].
-        values = blocks.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(rows * columns, 3, count, size * size)
-        found = np.empty((rows * columns, 3, self.frames, size * size), np.float32)
-        for channel, table in enumerate(self.normalisation.table):
-            found[:, channel] = table[values[:, channel]]
-        return found.reshape(rows * columns, -1)
+        shape = count, rows // merge, merge, size, columns // merge, merge, size, 3
+        return PatchLayout(image.pixels, shape, self.frames // count, self.normalisation.table)
 
 
 class SquareProcessor(msgspec.Struct, frozen=True, tag=True):
@@ -204,17 +218,13 @@ class SquareProcessor(msgspec.Struct, frozen=True, tag=True):
         grid = (1, self.height // self.patch_size, self.width // self.patch_size)
         return ProcessedImage(resized, grid, self.num_tokens, content_key(resized, grid, self))
 
-    def patches(self, image: ProcessedImage) -> Patches:
+    def layout(self, image: ProcessedImage) -> PatchLayout:
         _, rows, columns = image.grid
         size, merge = self.patch_size, self.merge_size
         # Columns and rows after the last whole patch are dropped, as by a convolution.
-        blocks = image.pixels[: rows * size, : columns * size]
-        blocks = blocks.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
-        values = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, size * size)
-        found = np.empty(values.shape, np.float32)
-        for channel, table in enumerate(self.normalisation.table):
-            found[:, channel] = table[values[:, channel]]
-        return found.reshape(rows * columns, -1)
+        pixels = image.pixels[: rows * size, : columns * size][None]
+        shape = 1, rows // merge, merge, size, columns // merge, merge, size, 3
+        return PatchLayout(pixels, shape, 1, self.normalisation.table)
 
 
 def resize(pixels: Pixels, height: int, width: int, resample: int) -> Pixels:

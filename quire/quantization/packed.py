@@ -190,6 +190,7 @@ class PackedLinear:
             counts=0 if weights.counts is None else weights.counts.by_expert.data_ptr(),
             places=0 if weights.places is None else weights.places.data_ptr(),
             num_placed=0 if weights.places is None else len(weights.places),
+            **({} if weights.adapters is None else weights.adapters.recorded()),
         )
 
     def trim(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 from quire.image_orders import ImageOrders, ImagePlace
 from quire.models.vision import EncoderRun, VisionEncoder
 from quire.models.vision_grid import copied_to
-from quire.multimodal.processors import ImageProcessor, ProcessedImage
+from quire.multimodal.processors import PATCH_AXES, ImageProcessor, PatchLayout, ProcessedImage
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.prompt_image import PromptImage
@@ -74,7 +75,8 @@ class ImageOverlays:
         return self.encoder.config.working_bytes(min(max_tokens, self._largest_tokens))
 
     def release_workspaces(self) -> None:
-        """Free working memory and drop all features, for a sleep."""
+        """Free working memory and forget all features and sequences, for a sleep."""
+        self._shown.clear()
         self._kept.clear()
         self._partly.clear()
         self.encoder.release_workspaces()
@@ -136,5 +138,19 @@ class ImageOverlays:
         merge = self.encoder.config.merge_size
         frames, rows, columns = image.grid
         grid = frames, rows * merge, columns * merge
-        patches = self._processor.patches(ProcessedImage(pixels, grid, image.num_tokens, image.key))
-        return self.encoder.begin_run(torch.from_numpy(patches), [grid])
+        layout = self._processor.layout(ProcessedImage(pixels, grid, image.num_tokens, image.key))
+        return self.encoder.begin_run(patches_on(layout, self.encoder.device), [grid])
+
+
+def patches_on(layout: PatchLayout, device: torch.device) -> torch.Tensor:
+    """`PatchLayout.patches` on a device, which gets bytes, an eighth of the values of a repeated frame."""
+    return torch.from_numpy(layout.patches()) if device.type == "cpu" else device_patches(layout, device)
+
+
+def device_patches(layout: PatchLayout, device: torch.device) -> torch.Tensor:
+    pixels = copied_to(torch.from_numpy(np.ascontiguousarray(layout.pixels)), device)
+    values = pixels.reshape(layout.shape).permute(PATCH_AXES)
+    table = copied_to(torch.from_numpy(layout.table), device)
+    channels = [table[channel][values[:, :, :, :, channel].int()] for channel in range(3)]
+    found = torch.stack(channels, 4).expand(*(-1,) * 5, layout.repeats * values.shape[5], -1, -1)
+    return found.reshape(math.prod(values.shape[:4]), -1)

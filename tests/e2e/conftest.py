@@ -25,8 +25,8 @@ def products(fixed_order_of_module: None, no_overflow_checks: None) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def processes(copied_processes: None) -> None:
-    """Ranks and engines are copies of a warm interpreter, but those of `fresh_interpreters`."""
+def processes(copied_processes: None, copied_helpers: None) -> None:
+    """Ranks and engines are copies of a warm interpreter, but those of `fresh_interpreters`; helpers of another one."""
 
 
 @dataclass(frozen=True)

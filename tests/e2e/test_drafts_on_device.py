@@ -122,7 +122,8 @@ def test_a_model_makes_drafts_in_one_pass(
     check(directory, num_kinds, preempts, queue_depth, drafting_at_once)
 
 
-@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
+@pytest.mark.long
+@pytest.mark.parametrize("queue_depth", [1, 2])
 def test_drafts_of_one_pass_are_those_of_a_cpu(directory: str, queue_depth: int, tmp_path: Path) -> None:
     """As many are right, at the same places: in chunks, and behind a prefix hit."""
     prompts, asked = [PROMPTS[0], PROMPTS[0], PROMPTS[1]], [msgspec.structs.replace(GREEDY, max_tokens=40)] * 3

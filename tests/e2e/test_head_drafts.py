@@ -23,8 +23,8 @@ from tests.e2e.test_drafts import BORDERS, KINDS, PROMPTS, TORCH
 from tests.e2e.test_drafts import check as check_drafts
 from tests.long import all_but_long
 from tests.models.harness import random_prompts
+from tests.models.head_twins import saved
 from tests.models.hybrid_families import SMALL_STATES
-from tests.models.test_draft_head import saved
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 HEADS = {

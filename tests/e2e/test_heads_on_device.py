@@ -20,8 +20,8 @@ from tests.e2e.test_eagle import saved as saved_eagle
 from tests.e2e.test_head_drafts import MTP, leaning
 from tests.long import all_but_long
 from tests.models.harness import random_prompts
+from tests.models.head_twins import saved as saved_mtp
 from tests.models.hybrid_families import SMALL_STATES
-from tests.models.test_draft_head import saved as saved_mtp
 
 HEADS = ("eagle3", "eagle", "dense", "deepseek-v3")
 FEWER = [msgspec.structs.replace(kind, max_tokens=10) for kind in KINDS]

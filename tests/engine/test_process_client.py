@@ -30,8 +30,16 @@ from quire.utils import child_process
 from quire.utils.runtime_directory import LAST_WORDS_FILE, PREFIX
 from tests.engine.driving import add, call, first_update, stats, tokens_until_finished, updates_until_finished
 from tests.engine.scripts import start_script
+from tests.warm_interpreters import SERVERS
 
 FAKES = "tests.fakes.factories:"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    """Engines are copies, but those of `fresh_interpreters` and of scripts."""
+    with SERVERS.in_place_of_fresh_ones():
+        yield
 
 
 @pytest.fixture
@@ -278,7 +286,7 @@ def test_what_it_imports_while_it_waits_may_fail(tmp_path: Path) -> None:
     assert "No module named 'quire.no_such_module'" in (tmp_path / LAST_WORDS_FILE).read_text()
 
 
-def test_a_process_waits_for_its_options(options: EngineOptions) -> None:
+def test_a_process_waits_for_its_options(options: EngineOptions, fresh_interpreters: None) -> None:
     with EngineProcess(imports=["wave"]) as process:
         client = ProcessClient(options, executor=FAKES + "plain", process=process)
     assert client.pid == process.popen.pid
@@ -296,7 +304,10 @@ def test_a_process_that_is_told_nothing_ends_with_its_context() -> None:
 
 
 def test_the_last_words_are_the_cause(
-    options: EngineOptions, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    options: EngineOptions,
+    fresh_interpreters: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     boot = child_process._BOOT.replace("; main()", "; import zmq; zmq.Context = lambda: 1 / 0; main()")
     monkeypatch.setattr(child_process, "_BOOT", boot)

@@ -28,7 +28,7 @@ from quire.layers.adapters import TorchAdapterStorage
 from quire.models.adapters import ModelAdapters, read_matrices
 from quire.models.loader import Extras, load_model
 from quire.parallel.single import SINGLE_RANK
-from tests.fakes.adapters import PREFIX, Tensors, write, write_adapter
+from tests.fakes.adapters import PREFIX, Tensors, stacked_names, write, write_adapter
 from tests.models.families import FAMILIES, deepseek_v3, mixtral, qwen3
 from tests.models.harness import randomize, save
 from tests.models.hybrid_families import HYBRID_FAMILIES
@@ -120,7 +120,11 @@ def test_the_memory_of_slots_is_what_the_shape_says(
     limits = AdaptersConfig(max_running=1, max_rank=16, num_slots=3, dtype="bfloat16")
     kept = adapters_of(directory, limits).reserved_bytes()
     shape = config.resolved_shape()
-    assert kept <= limits.slot_bytes(shape.adapter_elements + shape.table_adapter_elements) <= most * kept
+    counted = shape.adapter_elements + shape.table_adapter_elements + shape.expert_adapter_elements
+    assert kept <= limits.slot_bytes(counted) <= most * kept
+    few = replace(limits, target_modules=("q_proj", "v_proj"))
+    assert not few.allows_experts
+    assert adapters_of(directory, few).reserved_bytes() < kept
 
 
 def dropped(name: str) -> Callable[[Tensors], Tensors]:
@@ -223,19 +227,92 @@ def test_a_model_that_pools_has_no_head(tmp_path: Path) -> None:
         load(found, write_adapter(MODEL, tmp_path / "adapter", tables=("head",)))
 
 
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
-    model = randomize(mixtral(2, 1, num_hidden_layers=1))
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (
+            lambda tensors: {key: each[:-1] if "lora_A" in key else each for key, each in tensors.items()},
+            {},
+            r"experts.base_layer.lora_A.weight' has shape \[23, 48\], where the model and rank 8 .* ask for \[24, 48\]",
+        ),
+        (lambda tensors: tensors, {"rank_pattern": {"experts.down_proj": 5}}, r"experts.lora_A.* ask for \[15, \d+\]"),
+        (
+            lambda tensors: tensors,
+            {"target_parameters": ["experts.down_proj"]},
+            "names 1 of its parameters gate_up_proj and down_proj",
+        ),
+        (lambda tensors: tensors, {"target_parameters": None}, "names 0 of its parameters"),
+        (
+            lambda tensors: tensors,
+            {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "norm.weight"]},
+            "target_parameters names 'norm.weight'",
+        ),
+        (added(f"{PREFIX}{EXPERTS}.base_layer.base_layer.lora_A.weight", 24, 48), {}, "lora_B.weight' is missing"),
+        (
+            lambda tensors: {
+                **tensors,
+                f"{PREFIX}{EXPERTS}.2.w1.lora_A.weight": torch.ones(8, 48),
+                f"{PREFIX}{EXPERTS}.2.w1.lora_B.weight": torch.ones(36, 8),
+            },
+            {},
+            r"experts\S+ and \S+experts\S+ are one",
+        ),
+        (
+            lambda tensors: {key.replace(".experts.", ".experts.3.w1."): each for key, each in tensors.items()},
+            {},
+            r"experts.3.w1.* does not belong to this model",
+        ),
+        (lambda tensors: {key: each * torch.nan for key, each in tensors.items()}, {}, "infinite numbers or NaN"),
+    ],
+)
+def test_refused_experts(
+    tmp_path: Path, change: Callable[[Tensors], Tensors], config: dict[str, Any], message: str
+) -> None:
+    model = randomize(mixtral(3, 1, num_hidden_layers=1))
     found = adapters_of(save(model, tmp_path / "base"))
-    load(found, write_adapter(model, tmp_path / "attention", targets=lambda name: "self_attn" in name))
-    assert num_loaded(found) == 4
-    expert = "model.layers.0.block_sparse_moe.experts.0.w1"
-    tensors = {
-        f"{PREFIX}{expert}.lora_A.weight": torch.ones(8, 48),
-        f"{PREFIX}{expert}.lora_B.weight": torch.ones(100, 8),
-    }
-    directory = write(tmp_path / "experts", tensors, {"r": 8, "lora_alpha": 8})
-    with pytest.raises(ModelLoadError, match=r"experts.0.w1': adapters of this module are not supported"):
+    whole = write_adapter(model, tmp_path / "whole", targets=lambda name: False, experts=stacked_names)
+    load(found, whole)
+    assert num_loaded(found) == 3 * 3, "matrices of three experts"
+    tensors, usual = parts(whole)
+    directory = write(tmp_path / "changed", change(tensors), {**usual, **config})
+    with pytest.raises(ModelLoadError, match=message) as caught:
         load(found, directory)
+    assert str(directory) in str(caught.value)
+    assert num_loaded(found) == 0
+
+
+def test_experts_that_may_be_changed(tmp_path: Path) -> None:
+    """By the name of the matrices, or of all experts."""
+    model = randomize(mixtral(3, 1, num_hidden_layers=1))
+    directory = save(model, tmp_path / "base")
+    whole = write_adapter(model, tmp_path / "whole", targets=lambda name: False, experts=stacked_names)
+    for names in (("experts",), ("gate_up_proj", "down_proj")):
+        limits = AdaptersConfig(max_running=1, max_rank=16, num_slots=1, target_modules=names)
+        assert limits.allows_experts
+        load(adapters_of(directory, limits), whole)
+    with pytest.raises(ModelLoadError, match="lora_target_modules leaves out: gate_up_proj may be changed"):
+        load(adapters_of(directory, replace(LIMITS, target_modules=("gate_up_proj",))), whole)
+
+
+def test_a_device_refuses_adapters_of_experts(tmp_path: Path) -> None:
+    model = randomize(mixtral(3, 1, num_hidden_layers=1))
+    storage = TorchAdapterStorage(1, 16, torch.float32, torch.device("cpu"))
+    storage.adds_in_torch = False
+    config = load_model_config(
+        str(save(model, tmp_path / "base")), dtype="float32", max_model_len=None, revision=None, config_only=False
+    )
+    found = ModelAdapters(LIMITS, storage)
+    load_model(config, LoadConfig("auto", 0), SINGLE_RANK, extras=Extras(adapters=found))
+    for name in ("experts.0.w1", "experts", "experts.base_layer"):
+        tensors = {
+            f"{PREFIX}model.layers.0.block_sparse_moe.{name}.lora_{part}.weight": torch.ones(8, 8) for part in "AB"
+        }
+        directory = write(tmp_path / name, tensors, {"r": 8, "lora_alpha": 8})
+        with pytest.raises(ModelLoadError, match=rf"{name}': adapters of this module are not supported"):
+            load(found, directory)
 
 
 def test_modules_that_may_be_changed(tmp_path: Path) -> None:
@@ -259,7 +336,7 @@ def test_modules_that_may_be_changed(tmp_path: Path) -> None:
         ({"alora_invocation_tokens": [1]}, "aLoRA"),
         ({"use_qalora": True}, "QALoRA"),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"target_parameters": "experts.gate_up_proj"}, "target_parameters must be a list of names"),
         ({"r": 0}, "r must be an integer of at least 1"),
         ({"r": "8"}, "r must be an integer"),
         ({"lora_alpha": None}, "'lora_alpha' is missing"),

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -22,8 +23,10 @@ from quire.multimodal.decoding import read_pixels
 from quire.multimodal.preparing import Preparation
 from quire.multimodal.processors import QwenProcessor, content_key, read_qwen_processor, read_square_processor
 from quire.multimodal.sizes import NO_LIMIT, image_limit
+from quire.worker.images import device_patches
 from tests.multimodal.pictures import draw, many
 
+CPU = torch.device("cpu")
 QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "size": {"shortest_edge": 4096, "longest_edge": 65536},
@@ -54,7 +57,8 @@ def check_qwen(directory: Path, settings: dict[str, Any], images: list[Image.Ima
         expected = reference(images=[image])
         found = processor.process(read_pixels(image, "image"), "image")
         assert list(found.grid) == expected["image_grid_thw"][0].tolist()
-        patches = processor.patches(found)
+        patches = processor.layout(found).patches()
+        assert np.array_equal(device_patches(processor.layout(found), CPU).numpy(), patches)
         assert np.array_equal(patches, expected["pixel_values"]), (image.mode, image.size)
         assert found.num_tokens * processor.merge_size**2 == len(patches)
 
@@ -66,7 +70,9 @@ def check_gemma(directory: Path, images: list[Image.Image]) -> None:
         planes = np.asarray(reference(images=[image])["pixel_values"][0])
         expected = planes.reshape(3, 2, 2, 14, 2, 2, 14).transpose(1, 4, 2, 5, 0, 3, 6).reshape(16, -1)
         found = processor.process(read_pixels(image, "image"), "image")
-        assert np.array_equal(processor.patches(found), expected), (image.mode, image.size)
+        patches = processor.layout(found).patches()
+        assert np.array_equal(device_patches(processor.layout(found), CPU).numpy(), patches)
+        assert np.array_equal(patches, expected), (image.mode, image.size)
 
 
 def test_few_pictures_of_every_mode(tmp_path: Path) -> None:
@@ -89,7 +95,7 @@ def test_arrays(tmp_path: Path, shape: tuple[int, ...]) -> None:
     values = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
     processor, reference = read_qwen_processor(written(tmp_path, QWEN3)), Qwen2VLImageProcessorPil(**QWEN3)
     found = processor.process(read_pixels(values, "image"), "image")
-    assert np.array_equal(processor.patches(found), reference(images=[values])["pixel_values"])
+    assert np.array_equal(processor.layout(found).patches(), reference(images=[values])["pixel_values"])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64])
@@ -98,7 +104,7 @@ def test_arrays_of_other_types(tmp_path: Path, dtype: type) -> None:
     values = np.random.default_rng(1).integers(0, 256, (50, 60, 3)).astype(dtype)
     processor, reference = read_qwen_processor(written(tmp_path, QWEN3)), Qwen2VLImageProcessorPil(**QWEN3)
     found = processor.process(read_pixels(values, "image"), "image")
-    assert np.array_equal(processor.patches(found), reference(images=[values])["pixel_values"])
+    assert np.array_equal(processor.layout(found).patches(), reference(images=[values])["pixel_values"])
 
 
 def test_sizes_that_are_planned(tmp_path: Path) -> None:

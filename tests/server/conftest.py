@@ -25,10 +25,16 @@ from quire.utils.heartbeat import SILENCE_LIMIT
 from tests.fakes.executor import FakeExecutor
 from tests.server.model_directory import write_model
 from tests.server.serve_process import Process
+from tests.warm_interpreters import SERVERS
 
 NUM_BLOCKS = 64
 HOST = "quire"
 """The name that tests call servers by."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes_of_engines(copied_helpers: None) -> None:
+    """Those that tokenise and make masks are copies."""
 
 
 @pytest.fixture(scope="session")
@@ -77,27 +83,28 @@ async def serving_apart(
     executor: str = "slow",
     data_parallel_size: int = 1,
 ) -> AsyncIterator[Served]:
-    """The application over engines in processes of their own, slow enough to be met at work."""
+    """The application over engines in processes of their own (copies), slow enough to be met at work."""
     options = EngineOptions(
         model=str(model_path),
         num_blocks_override=128,
         max_num_seqs=max_num_seqs,
         data_parallel_size=data_parallel_size,
     )
-    engine = AsyncLLM.from_options(
-        options,
-        restart_engine=restart_engine,
-        hung_engine_timeout=SILENCE_LIMIT,
-        executor=f"tests.server.executor:{executor}",
-    )
-    try:
-        settings = ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST], enable_admin_routes=True)
-        app = create_app(engine, settings)
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
-            yield Served(engine, app.state.context, client)
-    finally:
-        engine.shutdown()
+    with SERVERS.in_place_of_fresh_ones():
+        engine = AsyncLLM.from_options(
+            options,
+            restart_engine=restart_engine,
+            hung_engine_timeout=SILENCE_LIMIT,
+            executor=f"tests.server.executor:{executor}",
+        )
+        try:
+            settings = ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST], enable_admin_routes=True)
+            app = create_app(engine, settings)
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+                yield Served(engine, app.state.context, client)
+        finally:
+            engine.shutdown()
 
 
 @contextlib.asynccontextmanager

@@ -1,5 +1,6 @@
-"""A server that runs as users run it: in a process of its own. Its engines and API processes are copies of it, which
-have imported what they need (tests/copied_interpreter.py); fresh ones are those of the command line's tests."""
+"""A server that runs as users run it: in a process of its own. It is a copy of an interpreter that has imported what it
+needs, and so are its engines and API processes (tests/warm_interpreters.py); fresh ones are those of the command line's
+tests."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.copied_interpreter import Asked
+from tests.warm_interpreters import SERVERS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -39,9 +43,11 @@ class Process:
         stderr: int = subprocess.PIPE,
         data_parallel_size: int = 1,
         start_new_session: bool = False,
+        is_fresh: bool = False,
         **settings: Any,
     ) -> None:
-        """stderr: a descriptor in place of the pipe that `finish` reads. start_new_session: without a terminal."""
+        """stderr: a descriptor in place of the pipe that `finish` reads. start_new_session: without a terminal.
+        is_fresh: started as users start it, not copied."""
         options = {
             "model": str(model_path),
             "num_blocks_override": 64,
@@ -49,14 +55,19 @@ class Process:
             "data_parallel_size": data_parallel_size,
         }
         arguments = json.dumps([options, {"port": 0, **settings}, f"tests.server.executor:{executor}"])
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, arguments],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd=ROOT,
-            start_new_session=start_new_session,
-        )
+        files = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+        self.popen: subprocess.Popen[str]
+        if is_fresh or not SERVERS.is_here():
+            command = [sys.executable, "-c", SCRIPT, arguments]
+            self.popen = subprocess.Popen(command, cwd=ROOT, start_new_session=start_new_session, **files)
+        else:
+            asked = Asked.here("tests.server.served_process", "python", ())
+            asked.directory, asked.in_session = str(ROOT), start_new_session
+            self.popen = SERVERS.start_copy(asked, **files)
+            assert self.popen.stdin is not None
+            with self.popen.stdin as line:
+                line.write(f"{arguments}\n")
+            self.popen.stdin = None
         self.output = ""
         self.url = ""
 

@@ -30,6 +30,11 @@ HELLO = [{"role": "user", "content": "hello"}]
 PATIENT = TemplateLimits(cpu_seconds=600.0, seconds=600.0, queue_seconds=600.0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def processes_of_engines() -> None:
+    """Fresh ones: these tests look for their command lines."""
+
+
 def model_with(template: str, path: Path) -> Path:
     write_model(path)
     file = path / "tokenizer_config.json"

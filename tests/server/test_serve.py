@@ -40,7 +40,7 @@ def test_ready_line_phases_and_a_clean_end(
     systemd.bind(f"\0quire-{uuid.uuid4().hex}")
     monkeypatch.setenv("NOTIFY_SOCKET", systemd.getsockname().decode().replace("\0", "@"))
     settings = {"served_model_name": ["tiny"], "access_log": True, "enable_admin_routes": True}
-    process = Process(model_path, "readable", **settings)
+    process = Process(model_path, "readable", is_fresh=True, **settings)
     processes.append(process)
     process.wait_ready()
     assert systemd.recv(100) == b"READY=1"

@@ -32,6 +32,7 @@ from tests.structured_output.services import (
     wait_until,
 )
 
+pytestmark = pytest.mark.usefixtures("copied_helpers")
 TEXT = text_of(regex="[a-z!?#]{1,40}")
 OTHER = text_of(regex="([a-z]|[!?#]){1,40}")
 

@@ -1,5 +1,5 @@
-"""Recording of a model's kernels, so a step is one native call. Layers pass on placeholders, kernels add calls, and
-`finish_program` makes a native program for any number of rows."""
+"""Recording of a model's kernels, so a step is one native call. Layers pass on placeholders, kernels add calls;
+`finish_program` makes a program for any number of rows."""
 
 from __future__ import annotations
 

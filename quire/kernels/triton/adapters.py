@@ -1,5 +1,5 @@
-"""Kernels of low-rank adapters: y[t] += scale * (x[t] A^T) B^T with A and B of row t's slot. The device sorts rows by
-slot, in tiles of one slot each, so the host never waits. A row's bits do not depend on the batch or the slot."""
+"""Low-rank adapters: y[t] += scale * (x[t] A^T) B^T with A and B of row t's slot. The device sorts rows by
+slot, in tiles of one slot each. A row's bits do not depend on batch or slot."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def load_queries(
 
 @triton.jit
 def split_queries(queries, ELEMENT: tl.constexpr, PAIRS: tl.constexpr):
-    """Queries as multiplied with page elements: queries, odd half, and factor of the scores. With pairs
+    """Queries to multiply with page elements, odd half, and factor of the scores. With pairs
     (`float8.as_pairs`) halves are even and odd dims, float16 [BLOCK_M, DIM / 2] each, and the factor, [BLOCK_M, 1],
     undoes a power of two that scales rows below 2."""
     if PAIRS:

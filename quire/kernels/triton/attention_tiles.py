@@ -6,6 +6,9 @@ Memory bandwidth bounds decodes: few rows, several loads in flight, enough progr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
 
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 """Shared memory of a block in KiB by compute capability (CUDA C++ Programming Guide)."""
@@ -48,6 +51,15 @@ class DeviceLimits:
     def shared_memory(self) -> int:
         """Bytes of shared memory per program."""
         return SHARED_MEMORY.get(self.capability, SMALLEST_SHARED_MEMORY) << 10
+
+
+@lru_cache
+def has_hopper_memory(device: torch.device) -> bool:
+    """True on cards with Hopper's shared memory, and off cards."""
+    if device.type != "cuda":
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (9, 0) and DeviceLimits(capability).shared_memory >= DeviceLimits().shared_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def _copy_kernel(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
-    """Places of each block's pages, on one side of a copy. addresses: [num_pages] int64 on the device, of block 0's
+    """Places of pages, on one side of a copy. addresses: [num_pages] int64 on the device, of block 0's
     pages. block_bytes: distance to the next block. page_bytes: copied bytes per page. memory: kept alive."""
 
     addresses: torch.Tensor

@@ -1,5 +1,4 @@
-"""Launches of compiled kernels without Triton's dispatch, 10 to 30 us on the host. Triton launches unknown combinations
-first."""
+"""Launches of compiled kernels without Triton's dispatch (10 to 30 us). Triton launches unknown combinations first."""
 
 from __future__ import annotations
 

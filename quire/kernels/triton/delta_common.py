@@ -9,6 +9,8 @@ from quire.config.model_shape import STATE_BORDER
 from quire.kernels.triton.runtime import INTERPRETED, interpreted_dot
 
 BORDER = tl.constexpr(STATE_BORDER)
+SMALLEST_TILE = 16
+"""Rows of the smallest product tile."""
 
 
 @triton.jit
@@ -21,7 +23,7 @@ def step_of(query_start, seq_lens, sequence):
 
 @triton.jit
 def compiled_product(a, b, accumulator):
-    """`product` on a GPU, in three products of short floats that keep 22 bits."""
+    """`product` on a GPU, to 22 bits."""
     return tl.dot(a, b, accumulator, input_precision="tf32x3")
 
 

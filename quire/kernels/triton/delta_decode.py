@@ -1,7 +1,4 @@
-"""Gated delta rule of one new token a sequence.
-
-Unlike in `linear_state.py`, its bits differ from a prompt's.
-"""
+"""Gated delta rule of one new token a sequence; bits differ from a prompt's."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ def decode_rule_kernel(
     KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     INTERVAL: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK columns, value head, sequence): as `_rule_kernel`, for sequences of one new token."""
+    """Program (BLOCK columns, value head, sequence of one new token)."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, length = tl.load(query_start + sequence), tl.load(seq_lens + sequence)
     if tl.load(query_start + sequence + 1) - first != 1:

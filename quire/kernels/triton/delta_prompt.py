@@ -1,11 +1,5 @@
-"""Gated delta rule of prompts, over chunks of BORDER tokens in two kernels: first what no state changes, for all chunks
-at once, then the states in order.
-
-In a chunk that begins with state C, updates are u = T (beta (v - exp(G) C' k)). T is the inverse of 1 + A; A holds
-beta_n exp(G_n - G_i) (k_n k_i) for i < n (`layers/states.py`). Queries and keys are multiplied as the step has them,
-exact in bfloat16, their norms being factors of rows; float32 operands are split into bfloat16 parts. Bits depend on
-where steps begin.
-"""
+"""Gated delta rule of prompts: what no state changes, for all chunks of BORDER tokens at once, then states in order.
+Bits depend on where steps begin."""
 
 from __future__ import annotations
 
@@ -20,28 +14,24 @@ import triton.language as tl
 from quire.attention.device_batch import DeviceStateStep
 from quire.config.model_shape import STATE_BORDER
 from quire.kernels.arguments import NORM_EPSILON, DeltaRule
-from quire.kernels.triton.delta_common import BORDER, product, step_of
+from quire.kernels.triton.delta_common import BORDER, SMALLEST_TILE, step_of
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS
 from quire.kernels.triton.runtime import blocks_of, bound, dot, launch, narrow, next_power_of_2
 
+# In a chunk that begins with state C, updates are u = T (beta (v - exp(G) C' k)) (`layers/states.py`). T is the inverse
+# of 1 + A; A holds beta_n exp(G_n - G_i) (k_n k_i) for i < n. Queries and keys are multiplied unnormalised, exact in
+# bfloat16; float32 operands are split into bfloat16 parts: in one part the error exceeds that of a bfloat16 result.
 LEAST_TOKENS = STATE_BORDER
-"""New tokens from which on a sequence is computed here: its first chunk then ends at a border, and one border costs
-`_rule_kernel` more than both kernels' launches."""
-SMALLEST_TILE = 16
-"""Rows of the smallest product tile."""
+"""Fewest new tokens of a sequence computed here: its first chunk then ends at a border."""
 DOUBLINGS = tl.constexpr(STATE_BORDER.bit_length() - 1)
-"""Times that a block of one row doubles up to BORDER rows."""
+# Rows of factors: of values, results of keys and of queries with the state, updates that enter the state; the state's.
 FACTORS = tl.constexpr(5)
-"""Factors of a chunk's rows that the states' pass reads: of values, results of keys and of queries with the state,
-updates that enter the state; the last row has one, of the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTiles:
-    """Choices of the kernels. parts: bfloat16 numbers that a float32 operand becomes (0: products of float32). columns:
-    number that a program has of a state. chunk_registers: maximum of a thread (0: the compiler's)."""
+    """Tiles of both kernels. columns: a program's. chunk_registers: most (0: any)."""
 
-    parts: int
     columns: int
     chunk_warps: int
     state_warps: int
@@ -49,8 +39,7 @@ class PromptTiles:
     chunk_registers: int = 0
 
 
-BFLOAT16 = PromptTiles(2, 32, 4, 4, 2)
-FLOAT32 = PromptTiles(0, 32, 8, 8, 1)
+TILES = PromptTiles(32, 4, 4, 3)
 
 
 @triton.jit
@@ -64,68 +53,38 @@ def _low(x):
 
 
 @triton.jit
-def _plain_product(a, b, accumulator, PARTS: tl.constexpr):
-    """accumulator + a @ b, of the step's dtype."""
-    if PARTS == 0:
-        accumulator = product(a.to(tl.float32), b.to(tl.float32), accumulator)
-    else:
-        accumulator = dot(a, b, accumulator)
-    return accumulator
+def _mixed_product(plain, x, accumulator):
+    # plain: bfloat16; x: float32
+    accumulator = dot(plain, _high(x), accumulator)
+    return dot(plain, _low(x), accumulator)
 
 
 @triton.jit
-def _mixed_product(plain, x, accumulator, PARTS: tl.constexpr):
-    """accumulator + plain, of the step's dtype, @ x, float32."""
-    if PARTS == 0:
-        accumulator = product(plain.to(tl.float32), x, accumulator)
-    else:
-        accumulator = dot(plain, _high(x), accumulator)
-        if PARTS == 2:
-            accumulator = dot(plain, _low(x), accumulator)
-    return accumulator
+def _wide_product(a, b, accumulator):
+    high_a, high_b = _high(a), _high(b)
+    accumulator = dot(_low(a), high_b, accumulator)
+    accumulator = dot(high_a, _low(b), accumulator)
+    return dot(high_a, high_b, accumulator)
 
 
 @triton.jit
-def _wide_product(a, b, accumulator, PARTS: tl.constexpr):
-    """accumulator + a @ b, all float32, to 16 bits if in parts."""
-    if PARTS == 0:
-        accumulator = product(a, b, accumulator)
-    else:
-        high_a, high_b = _high(a), _high(b)
-        accumulator = dot(_low(a), high_b, accumulator)
-        accumulator = dot(high_a, _low(b), accumulator)
-        accumulator = dot(high_a, high_b, accumulator)
-    return accumulator
+def _stored_product(matrix, x, accumulator, SIZE: tl.constexpr):
+    # matrix: pointers to what `_store_matrix` wrote; x: float32
+    first, high = tl.load(matrix), _high(x)
+    accumulator = dot(first, high, accumulator)
+    accumulator = dot(first, _low(x), accumulator)
+    return dot(tl.load(matrix + SIZE), high, accumulator)
 
 
 @triton.jit
-def _stored_product(matrix, x, accumulator, SIZE: tl.constexpr, PARTS: tl.constexpr):
-    """accumulator + matrix @ x. matrix: pointers to what `_store_matrix` wrote. x: float32."""
-    first = tl.load(matrix)
-    if PARTS == 0:
-        accumulator = product(first, x, accumulator)
-    else:
-        high = _high(x)
-        accumulator = dot(first, high, accumulator)
-        if PARTS == 2:
-            accumulator = dot(first, _low(x), accumulator)
-            accumulator = dot(tl.load(matrix + SIZE), high, accumulator)
-    return accumulator
-
-
-@triton.jit
-def _store_matrix(to, matrix, SIZE: tl.constexpr, PARTS: tl.constexpr):
-    if PARTS == 0:
-        tl.store(to, matrix)
-    else:
-        tl.store(to, _high(matrix))
-        if PARTS == 2:
-            tl.store(to + SIZE, _low(matrix))
+def _store_matrix(to, matrix, SIZE: tl.constexpr):
+    tl.store(to, _high(matrix))
+    tl.store(to + SIZE, _low(matrix))
 
 
 @triton.jit
 def _first_slot(query_start, sequence):
-    """Slot of a sequence's first chunk in the step. n tokens are in at most n // BORDER + 2 chunks."""
+    # n tokens are in at most n // BORDER + 2 chunks
     return tl.load(query_start + sequence) // BORDER + 2 * sequence
 
 
@@ -143,17 +102,17 @@ def _sequence_of_slot(query_start, slot, num_seqs):
 
 
 @triton.jit
-def _inverse(a, PARTS: tl.constexpr):
-    """Inverse of 1 + a. a: [BORDER, BORDER], nonzero below the diagonal only. Blocks of twice the size at a time: the
-    inverse of [[B, 0], [C, D]] is that of B and D, and -D^-1 C B^-1."""
+def _inverse(a):
+    """Inverse of 1 + a; a is nonzero below the diagonal only."""
+    # Blocks of twice the size at a time: the inverse of [[B, 0], [C, D]] is that of B and D, and -D^-1 C B^-1.
     row, column = tl.arange(0, BORDER)[:, None], tl.arange(0, BORDER)[None, :]
     apart = row ^ column  # less than the size of the smallest block that both are in
     nothing = tl.zeros((BORDER, BORDER), tl.float32)
     inverse = tl.where(apart == 0, 1.0, tl.where(apart < 2, -a, 0.0))
     for level in range(1, DOUBLINGS):
         beside = tl.where((apart >= 1 << level) & (apart < 2 << level), a, 0.0)
-        inner = _wide_product(beside, inverse, nothing, PARTS)
-        inverse -= _wide_product(inverse, inner, nothing, PARTS)
+        inner = _wide_product(beside, inverse, nothing)
+        inverse -= _wide_product(inverse, inner, nothing)
     return inverse
 
 
@@ -161,10 +120,11 @@ def _inverse(a, PARTS: tl.constexpr):
 def _chunk_kernel(
     qkv, gates, decays, matrices, factors, query_start, seq_lens, num_seqs, qkv_stride, gates_stride, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    EPSILON: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+    EPSILON: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (slot, value head): a chunk's matrices and factors. matrices: [slots, VALUE_HEADS, 2, PLANES, BORDER,
-    BORDER], T and what queries take of updates. factors: [slots, VALUE_HEADS, FACTORS, BORDER]."""
+    """Program (slot, value head). matrices: [slots, VALUE_HEADS, 2, 2, BORDER, BORDER]; factors: [slots,
+    VALUE_HEADS, FACTORS, BORDER]."""
+    # Matrices: T, and what results take of updates.
     slot, head = tl.program_id(0), tl.program_id(1)
     sequence = _sequence_of_slot(query_start, slot, num_seqs)
     first, start, length = step_of(query_start, seq_lens, sequence)
@@ -199,22 +159,22 @@ def _chunk_kernel(
     tl.store(of_rows + 3 * BORDER, tl.where(is_whole, gone, 0.0))
     tl.store(of_rows + 4 * BORDER, tl.where(is_whole, tl.exp(whole), 1.0) + tl.zeros((BORDER,), tl.float32))
     nothing = tl.zeros((BORDER, BORDER), tl.float32)
-    to = matrices + index * (2 * PLANES * BORDER * BORDER) + row[:, None] * BORDER + row[None, :]
-    to_query = _plain_product(query, tl.trans(key), nothing, PARTS) * query_norm[:, None] * key_norm[None, :]
+    to = matrices + index * (4 * BORDER * BORDER) + row[:, None] * BORDER + row[None, :]
+    to_query = dot(query, tl.trans(key), nothing) * query_norm[:, None] * key_norm[None, :]
     to_query = tl.where(row[None, :] <= row[:, None], to_query * fading, 0.0)
-    _store_matrix(to + PLANES * BORDER * BORDER, to_query, BORDER * BORDER, PARTS)
-    to_key = _plain_product(key, tl.trans(key), nothing, PARTS) * (beta * key_norm)[:, None] * key_norm[None, :]
+    _store_matrix(to + 2 * BORDER * BORDER, to_query, BORDER * BORDER)
+    to_key = dot(key, tl.trans(key), nothing) * (beta * key_norm)[:, None] * key_norm[None, :]
     to_key = tl.where(row[None, :] < row[:, None], to_key * fading, 0.0)
-    _store_matrix(to, _inverse(to_key, PARTS), BORDER * BORDER, PARTS)
+    _store_matrix(to, _inverse(to_key), BORDER * BORDER)
 
 
 @triton.jit
 def _state_before(
     page, states, kept_updates, kept_keys, kept_decays, head, key_head, start, columns,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """State after `start` tokens, of the page's at the last border and its kept rows."""
+    """State after `start` tokens, kept rows included."""
     row, dims = tl.arange(0, BORDER), tl.arange(0, KEY_BLOCK)
     is_dim, is_column = dims < KEY_DIM, columns < VALUE_DIM
     state_at = (head * KEY_DIM + dims)[:, None] * VALUE_LINE + columns[None, :]
@@ -228,7 +188,7 @@ def _state_before(
         at = kept_updates + page + (head * (BORDER - 1) + row)[:, None] * VALUE_LINE + columns[None, :]
         updates = tl.load(at, mask=is_old[:, None] & is_column[None, :], other=0.0)
         updates *= tl.exp(tl.minimum(whole - sums, 0.0))[:, None]
-        state = _wide_product(keys, updates, state * tl.exp(whole), PARTS)
+        state = _wide_product(keys, updates, state * tl.exp(whole))
     return state
 
 
@@ -238,9 +198,9 @@ def _states_kernel(
     qkv_stride, page_stride, table_stride, interval,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    LEAST: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Results and states. Program (BLOCK columns, value head, sequence). See `_rule_kernel` for the pages."""
+    """Program (BLOCK columns, value head, sequence)."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, start, length = step_of(query_start, seq_lens, sequence)
     if length - start < LEAST:
@@ -253,7 +213,7 @@ def _states_kernel(
     page = tl.load(table + tl.maximum(start - 1, 0) // interval).to(tl.int64) * page_stride
     state = _state_before(
         page, states, kept_updates, kept_keys, kept_decays, head, key_head, start, columns,
-        KEY_DIM, VALUE_DIM, KEY_LINE, VALUE_LINE, KEY_BLOCK, PARTS,
+        KEY_DIM, VALUE_DIM, KEY_LINE, VALUE_LINE, KEY_BLOCK,
     )  # fmt: skip
     tl.debug_barrier()  # no thread stores before all have loaded
     state_at = states + (head * KEY_DIM + dims)[:, None] * VALUE_LINE + columns[None, :]
@@ -271,16 +231,16 @@ def _states_kernel(
         value_at = from_row + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns[None, :]
         value = tl.load(value_at, mask=is_new & is_column, other=0.0).to(tl.float32)
         index = (first_slot + (border - begin) // BORDER).to(tl.int64) * VALUE_HEADS + head
-        matrix = matrices + index * (2 * PLANES * BORDER * BORDER) + row[:, None] * BORDER + row[None, :]
+        matrix = matrices + index * (4 * BORDER * BORDER) + row[:, None] * BORDER + row[None, :]
         of_rows = factors + index * (FACTORS * BORDER) + row
-        known = _mixed_product(key, state, nothing, PARTS) * tl.load(of_rows + BORDER)[:, None]
-        result = _mixed_product(query, state, nothing, PARTS) * tl.load(of_rows + 2 * BORDER)[:, None]
+        known = _mixed_product(key, state, nothing) * tl.load(of_rows + BORDER)[:, None]
+        result = _mixed_product(query, state, nothing) * tl.load(of_rows + 2 * BORDER)[:, None]
         own = value * tl.load(of_rows)[:, None] - known
-        updates = _stored_product(matrix, own, nothing, BORDER * BORDER, PARTS)
-        result = _stored_product(matrix + PLANES * BORDER * BORDER, updates, result, BORDER * BORDER, PARTS)
+        updates = _stored_product(matrix, own, nothing, BORDER * BORDER)
+        result = _stored_product(matrix + 2 * BORDER * BORDER, updates, result, BORDER * BORDER)
         entering = updates * tl.load(of_rows + 3 * BORDER)[:, None]
         left = tl.load(factors + index * (FACTORS * BORDER) + 4 * BORDER)
-        state = _mixed_product(tl.trans(key), entering, state * left, PARTS)
+        state = _mixed_product(tl.trans(key), entering, state * left)
         out_at = out + token * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + columns[None, :]
         tl.store(out_at, narrow(result, out.dtype.element_ty), mask=is_new & is_column)
         reached = tl.minimum(border + BORDER, length)
@@ -296,17 +256,15 @@ def prompt_rule(
     tensors: Sequence[torch.Tensor],
     parts: Sequence[torch.Tensor],
     states: DeviceStateStep,
-    tiles: PromptTiles | None = None,
+    tiles: PromptTiles = TILES,
 ) -> None:
-    """Compute sequences of LEAST_TOKENS new tokens and more. tensors: qkv, gates, out and decays. parts: the layer's
-    pages at state, updates, keys and decays."""
+    """Compute prompts. tensors: qkv, gates, out, decays. parts: `rule_parts`."""
     qkv, gates, out, decays = tensors
     batch, table = states.batch, states.tables[rule.layer]
-    tiles = tiles or (BFLOAT16 if qkv.dtype == torch.bfloat16 else FLOAT32)
-    heads, planes = rule.num_value_heads, max(1, tiles.parts)
+    heads = rule.num_value_heads
     slots = batch.num_tokens // STATE_BORDER + 2 * batch.num_seqs
-    size = slots, heads, 2, planes, STATE_BORDER, STATE_BORDER
-    matrices = torch.empty(size, dtype=torch.bfloat16 if tiles.parts else torch.float32, device=qkv.device)
+    size = slots, heads, 2, 2, STATE_BORDER, STATE_BORDER
+    matrices = torch.empty(size, dtype=torch.bfloat16, device=qkv.device)
     factors = torch.empty(slots, heads, FACTORS.value, STATE_BORDER, dtype=torch.float32, device=qkv.device)
     constants: dict[str, Any] = {
         "KEY_HEADS": rule.num_key_heads,
@@ -314,8 +272,6 @@ def prompt_rule(
         "KEY_DIM": rule.key_dim,
         "KEY_BLOCK": max(SMALLEST_TILE, next_power_of_2(rule.key_dim)),
         "LEAST": LEAST_TOKENS,
-        "PARTS": tiles.parts,
-        "PLANES": planes,
     }
     launch(
         _chunk_kernel,

@@ -186,8 +186,8 @@ def find_drafts(
     samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     lookup: tuple[int, int],
 ) -> torch.Tensor:
-    """Find drafts for N samples. samples, int32: rows, [R], first row of each sample, [N + 1], and token counts, [N].
-    lookup: minimum and maximum last tokens to match. Returns the number of drafts of each, [N] int32."""
+    """Find drafts for N samples. samples, int32: rows, [R], first row of each, [N + 1], and token counts, [N].
+    lookup: fewest and most last tokens to match. Returns the number of drafts of each, [N] int32."""
     return _fill(_find_kernel, arena, tables, samples, *lookup, BLOCK=POSITIONS)
 
 

@@ -29,8 +29,8 @@ def _embedding_kernel(table, indices, out, num_table_rows, size, out_stride, ADD
 
 
 def embedding(table: torch.Tensor, indices: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows of an embedding table. table: [N, size], contiguous. indices: [T] int32 or int64; those outside the table
-    (padding) read zeros. Returns [T, size] in the table's dtype: `onto` plus the rows, if given."""
+    """Rows of an embedding table. table: [N, size], contiguous. indices: [T] int32 or int64; others' rows are
+    zeros. Returns [T, size] in the table's dtype: `onto` plus the rows, if given."""
     num_rows, size = len(indices), table.shape[1]
     out = torch.empty(num_rows, size, dtype=table.dtype, device=table.device) if onto is None else onto
     if num_rows == 0:

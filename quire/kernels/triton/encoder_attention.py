@@ -1,5 +1,5 @@
-"""Bidirectional attention over sequences, without padding. A program computes TILE_M rows of one sequence and head, in
-tiles of TILE_N keys, so a row's bits do not depend on other sequences."""
+"""Bidirectional attention over sequences, without padding. A program computes TILE_M rows of one sequence and head:
+a row's bits do not depend on other sequences."""
 
 from __future__ import annotations
 

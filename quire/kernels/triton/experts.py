@@ -4,14 +4,13 @@ so the host never waits. Additions run in order."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import KINDS, activate
-from quire.kernels.triton.attention_tiles import DeviceLimits
+from quire.kernels.triton.attention_tiles import has_hopper_memory
 from quire.kernels.triton.matmul import GROUP_M, ProductTiles, grouped, stored_tiles
 from quire.kernels.triton.quantize_rows import round_rows
 from quire.kernels.triton.routing import ExpertTiles, sort_by_expert
@@ -150,7 +149,7 @@ class ExpertPlan:
 
 
 MANY_TILES = (
-    (96, ExpertPlan(ProductTiles(128, 128, 64, 8, 3), ProductTiles(128, 128, 64, 8, 3), together=8, narrows=True)),
+    (64, ExpertPlan(ProductTiles(128, 128, 64, 8, 3), ProductTiles(128, 256, 64, 8, 4), together=8, narrows=True)),
 )
 """Least rows per expert, and tiles from there on, of 16-bit matrices on Hopper."""
 
@@ -162,7 +161,7 @@ def expert_tiles(
     the number of rows."""
     is_narrow = dtype != torch.float32
     if not batch_invariant and is_narrow and matrices.gate_up.kind == matrices.down.kind == PLAIN.value:
-        for least, plan in MANY_TILES if has_room_for_many(device) else ():
+        for least, plan in MANY_TILES if has_hopper_memory(device) else ():
             if pairs >= least:
                 return plan
     few = not batch_invariant and pairs <= FEW_ROWS
@@ -175,15 +174,6 @@ def expert_tiles(
         tiles.append(replace(usual, block_m=FEW_ROWS, block_k=block_k, num_warps=4) if few else usual)
     gate_up, down = tiles
     return ExpertPlan(gate_up, down, together=0 if few else GROUP_M)
-
-
-@lru_cache
-def has_room_for_many(device: torch.device) -> bool:
-    """True on cards with Hopper's shared memory, and off cards."""
-    if device.type != "cuda":
-        return True
-    capability = torch.cuda.get_device_capability(device)
-    return capability >= (9, 0) and DeviceLimits(capability).shared_memory >= DeviceLimits().shared_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Latent attention over a device's pages: a token's heads read one vector per key. A program takes 64 rows (token x
+"""Latent attention: a token's heads read one vector per key. A program takes 64 rows (token x
 head). Single tokens of long sequences are split into parts of SPLIT_KEYS."""
 
 from __future__ import annotations

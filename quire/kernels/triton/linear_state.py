@@ -1,6 +1,6 @@
 """Layers with recurrent state on a device: short convolution, gated delta rule and gated norm, as `layers/states.py`
-defines them. Prompts and decodes have the same tiles, so bits depend only on the sequence; without `batch_invariant`,
-`delta_decode.py` decodes and `delta_prompt.py` computes prompts."""
+defines them. Bits depend only on the sequence; without `batch_invariant`, `delta_decode.py` decodes and
+`delta_prompt.py` computes prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import triton.language as tl
 from quire.attention.device_batch import DeviceStateStep
 from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, DeltaRule, GatedNormWeights, StatePart
 from quire.kernels.triton.activation import KINDS, SILU, activate
-from quire.kernels.triton.delta_common import BORDER, product, step_of
+from quire.kernels.triton.attention_tiles import has_hopper_memory
+from quire.kernels.triton.delta_common import BORDER, SMALLEST_TILE, product, step_of
 from quire.kernels.triton.delta_decode import decode_rule_kernel
 from quire.kernels.triton.delta_prompt import LEAST_TOKENS, prompt_rule
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_of_token
@@ -23,11 +24,9 @@ from quire.kernels.triton.runtime import blocks_of, bound, launch, narrow, next_
 CHANNELS = 1024
 """Channels per program of the convolution."""
 NORM_ELEMENTS = 2048
-"""Elements per program of the gated norm: whole heads."""
+"""Elements per program of the gated norm."""
 COLUMNS = 32
-"""Maximum columns of the state that one program updates."""
-SMALLEST_TILE = 16
-"""Rows of the smallest product tile."""
+"""Columns of a state per program, at most."""
 MAX_TOKENS = 2**31 - 1
 NO_ACTIVATION = tl.constexpr(-1)
 ROWS = tl.constexpr(TILE)
@@ -282,8 +281,8 @@ def _rule_kernel(
     KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     INTERVAL: tl.constexpr, EPSILON: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Computes results and states. Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys,
-    kept_decays: the layer's pages at these parts. LEAST, MOST: sequences with fewer or more new tokens are left out."""
+    """Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys, kept_decays: `rule_parts`. LEAST,
+    MOST: sequences with fewer or more new tokens are left out."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, start, length = step_of(query_start, seq_lens, sequence)
     if (length - start < LEAST) | (length - start > MOST):
@@ -452,7 +451,7 @@ def gated_delta_rule(
 def _launch_rule(
     rule: DeltaRule, tensors: Sequence[torch.Tensor], states: DeviceStateStep, sizes: Mapping[str, int]
 ) -> None:
-    """Launch the kernels for sequences with one and with several new tokens."""
+    """Launch the rule's kernels."""
     batch, pages, table = states.batch, states.floats(rule.layer), states.tables[rule.layer]
     block = max(SMALLEST_TILE, min(COLUMNS, next_power_of_2(rule.value_dim)))
     grid = blocks_of(rule.value_dim, block), rule.num_value_heads, batch.num_seqs
@@ -479,6 +478,8 @@ def _launch_rule(
         "INTERVAL": states.interval,
         "EPSILON": NORM_EPSILON,
     }
+    qkv = tensors[0]
+    in_chunks = not states.batch_invariant and qkv.dtype == torch.bfloat16 and has_hopper_memory(qkv.device)
     if not states.batch_invariant:
         launch(decode_rule_kernel, grid, *arguments, num_warps=4, **constants)
     if states.batch_invariant or batch.max_query_len > 1:
@@ -487,20 +488,20 @@ def _launch_rule(
             grid,
             *arguments,
             LEAST=1 if states.batch_invariant else 2,
-            MOST=MAX_TOKENS if states.batch_invariant else LEAST_TOKENS - 1,
+            MOST=LEAST_TOKENS - 1 if in_chunks else MAX_TOKENS,
             num_warps=8,
             num_stages=1,
             # At its highest level the assembler leaves this kernel 32 registers and spills the rest.
             ptx_options="--opt-level 1",
             **constants,
         )
-    if not states.batch_invariant and batch.max_query_len >= LEAST_TOKENS:
-        qkv, gates, out, _, decays = tensors
+    if in_chunks and batch.max_query_len >= LEAST_TOKENS:
+        _, gates, out, _, decays = tensors
         prompt_rule(rule, (qkv, gates, out, decays), parts, states)
 
 
 def rule_parts(rule: DeltaRule, states: DeviceStateStep) -> list[torch.Tensor]:
-    """Layer's pages at state, updates, keys and decays."""
+    """Pages at state, updates, keys, decays."""
     pages = states.floats(rule.layer)
     return [_part(pages, part) for part in (rule.state, rule.updates, rule.keys, rule.decays)]
 
@@ -521,7 +522,7 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Kernel of `gated_norm`. Program (HEADS heads, counted over all tokens)."""
+    """Program (HEADS heads of all tokens)."""
     head = (tl.program_id(0) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     dims = tl.arange(0, BLOCK)[None, :]
     inside = (head < num_heads) & (dims < SIZE)

@@ -1,6 +1,5 @@
-"""Log-probabilities of tokens, their ranks, and the best tokens of a row. A program reads its row once. Tokens t with
-equal t % LANES form a lane, which keeps its best score, its token, and a sum of exponentials. Ties go to the lower
-token."""
+"""Log-probabilities of tokens, ranks, and best tokens of a row. A program reads its row once. Tokens t with
+equal t % LANES form a lane, which keeps its best score, its token, and a sum of exponentials."""
 
 from __future__ import annotations
 

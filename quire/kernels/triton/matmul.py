@@ -1,6 +1,6 @@
 """Matrix products whose rows do not depend on their number: one tile size and order of additions over K. Without
-`batch_invariant`, library products, whose last bits vary, serve floating-point matrices. Quantised matrices are widened
-in registers, or multiply 8-bit rows."""
+`batch_invariant`, libraries multiply floating-point matrices. Quantised ones are widened in registers, or multiply
+8-bit rows."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ def _last_kernel(
 
 
 def last_tokens(arena: torch.Tensor, tables: DraftTables, step: StepColumns, is_sampled: torch.Tensor) -> torch.Tensor:
-    """Find each sequence's last token of a step without rejected drafts. is_sampled: [S] int32, 1 for sequences with
-    their own sample, which `accept_drafts` has counted. Returns indices into the step's tokens, [S] int64."""
+    """Find each sequence's last token of a step without rejected drafts. is_sampled: [S] int32, 1 for sequences that
+    `accept_drafts` has counted. Returns indices into the step's tokens, [S] int64."""
     num_seqs = len(step.rows)
     last = torch.empty(num_seqs, dtype=torch.int64, device=arena.device)
     columns = step.rows, step.starts, step.query_start, is_sampled

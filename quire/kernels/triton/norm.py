@@ -65,7 +65,7 @@ def norm(
     centred: bool,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """LayerNorm or RMSNorm of rows. x: [T, size], rows may be strided, any float dtype. weight, bias: [size] or None,
+    """LayerNorm or RMSNorm of rows. x: [T, size], rows may be strided. weight, bias: [size] or None,
     in x's dtype or (RMSNorm) float32, which multiplies the unrounded value. centred: LayerNorm. residual: [T, size] in
     x's dtype or None; becomes residual + x, which is normalised. Returns [T, size]."""
     num_rows, size = x.shape

@@ -1,5 +1,5 @@
-"""Repetition, presence and frequency penalties, counted from the token table in every step. Counts go to a borrowed
-zero table, [R, vocab_size] int32, and applying them restores the zeros."""
+"""Repetition, presence and frequency penalties, counted from the token table in every step, in a borrowed
+zero table, [R, vocab_size] int32; applying them restores the zeros."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Attention of long prompts on Hopper, with one copying and two multiplying warp groups. Each multiplying group has 64
-rows; its softmax runs beside the other's products (FlashAttention-3, arXiv 2407.08608, section 3.1). Written in Gluon,
-which has no interpreter."""
+"""Attention of long prompts on Hopper: one warp group copies, two multiply 64 rows each, the softmax of one beside the
+other's products (FlashAttention-3, arXiv 2407.08608, section 3.1). Gluon has no interpreter."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def round_rows(x: torch.Tensor, matrix: StoredMatrix) -> RoundedRows:
 
 
 def round_to_e4m3(x: torch.Tensor, group_size: int) -> RoundedRows:
-    """Round rows to e4m3 with scales. x: [T, K], rows may be strided. Groups of `group_size` elements (0: the row) are
-    divided by their largest magnitude / 448 and rounded to nearest; non-finite becomes NaN."""
+    """Round rows to e4m3 with scales. x: [T, K], rows may be strided. Groups of `group_size` (0: the row) are
+    divided by largest magnitude / 448 and rounded; non-finite becomes NaN."""
     num_rows, width = x.shape
     group = group_size or width
     groups = blocks_of(width, group)

@@ -134,7 +134,7 @@ class StepColumns:
 
 @dataclass(frozen=True, slots=True)
 class InputBuffers:
-    """Inputs of any step, at full capacity; see DeviceBatch. int64: token_ids, slot_positions, [T]; slots, [groups of
+    """Inputs of any step; see DeviceBatch. int64: token_ids, slot_positions, [T]; slots, [groups of
     tokens, T]; others, [columns, T], the model's further columns. int32: rows, seq_lens, [S]; query_start, [S + 1]."""
 
     token_ids: torch.Tensor

@@ -1,5 +1,5 @@
-"""Common parts of Triton kernels: compiled or interpreted mode, products that are right in both, and launches.
-`TRITON_INTERPRET=1`, set before import, runs the source in NumPy, for tests without a GPU."""
+"""Common parts of Triton kernels: products, right in both modes, and launches. `TRITON_INTERPRET=1`, set before import,
+runs the source in NumPy, for tests without a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def launch(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
 
 
 class BoundKernel:
-    """Kernel with its compile-time and other fixed arguments. A call with a grid and the other arguments, in order, is
+    """Kernel with fixed arguments. A call with a grid and the other arguments, in order, is
     `kernel[grid](...)`. Fixed tensors stay alive and must not move."""
 
     __slots__ = ("_compiled", "_fixed", "_open", "constants", "kernel")

@@ -1,5 +1,5 @@
-"""Token choice in one pass over the logits: best token, or one sampled from the whole vocabulary. `scan` leaves each
-segment's largest score, its token, and the sum of weights relative to it. `pick` chooses a segment and its token by the
+"""Token choice in one pass over the logits: best token, or one sampled from all. `scan` leaves each
+segment's largest score, its token, and the sum of weights relative to it. `pick` chooses segment and token by the
 inverse cumulative distribution in a fixed order."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class SamplingBuffers:
     """Results between sampling kernels, for R rows of S segments; unused tensors are empty. chosen: [R, 2] int32, token
     and whether the row is sound. maxima, sums: [R, S] float32, tokens: [R, S] int32, from `scan`: largest score,
     relative sum of weights, and the score's first token, -1 for NaN or plus infinity. lane_maxima: [R, S, lanes]
-    float32. cutoffs: [R, 3] float32: largest score, lowest weight listed, lowest weight kept. counts: [R, S] int32,
+    float32. cutoffs: [R, 3] float32: largest score, lowest weights listed and kept. counts: [R, S] int32,
     masses: [R, S] float64, from `collect`. lists: [R, S, listed] int16, places in the segment, in order."""
 
     chosen: torch.Tensor

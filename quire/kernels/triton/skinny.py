@@ -1,4 +1,4 @@
-"""Products of few rows with quantised matrices, at memory bandwidth. Matrix rows are the tensor cores' rows, rows of x
+"""Products of few rows with quantised matrices. Matrix rows are the tensor cores' rows, rows of x
 their columns (at least 8). Warps have slices of K, added in one order."""
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ def multiplies_in_tiles(isa: str) -> bool:
 def defined(x: torch.Tensor, weights: torch.Tensor, isa: str) -> torch.Tensor:
     """x [rows, k] times weights [n, k] (bfloat16 values) as the instruction set's manual defines the sum.
 
-    Each product is added with one rounding; subnormal numbers count as zero. Vectors: pair by pair of k, the second of
-    a pair first. Tiles: of 32 values of k (zeros complete the last ones) those at even places in one chain and those at
-    odd ones in another; both are added up, and then to the sum of the tiles before.
+    Each product is added with one rounding; subnormal numbers count as zero. Vectors: pair by pair of k, the second
+    first. Tiles: of 32 values of k (completed by zeros) those at even places in one chain, those at odd ones in
+    another; both are added, then to the sum of the tiles before.
     """
     left = flushed(torch.from_numpy(flushed(x.numpy())).bfloat16().float().numpy()).astype(np.float64)
     right = flushed(weights.numpy()).astype(np.float64)

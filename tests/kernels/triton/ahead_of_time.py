@@ -1,22 +1,17 @@
-"""Compiles every Triton kernel for a GPU that is not there, as its wrapper launches it for the shapes of real models.
+"""Compiles every Triton kernel for a GPU that is not there, as its wrapper launches it for shapes of real models.
 
-    python -m tests.kernels.triton.ahead_of_time 90
-    python -m tests.kernels.triton.ahead_of_time 80 products
-    python -m tests.kernels.triton.ahead_of_time 90 cache
-    python -m tests.kernels.triton.ahead_of_time 90 words cache
-    python -m tests.kernels.triton.ahead_of_time 90 sweep cache
-    python -m tests.kernels.triton.ahead_of_time 90 cache for=python3.12
+    python -m tests.kernels.triton.ahead_of_time 90|80 [WHAT] [cache] [for=python3.12] [libtriton=FILE]
 
-(the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
-`QUIRE_TRITON_CACHE`, with their launchers and every kind of tiles that a model of these shapes needs: `make
-triton-cache`; the fourth only the two smallest kernels; the fifth what the sweeps of `benchmarks.gpu` compare,
-of experts or delta rules alone with `experts` or `delta` for `sweep`; the last for an engine of another Python, whose
-Triton is fetched by pip, or is the file that libtriton=FILE names) prints a line of
-JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
-and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
-are no powers of two, shared memory or registers that do not suffice. Wrappers are called with tensors of the host,
-whose memory is never touched. Each kernel is also launched, with what would ask the driver for it replaced: by Triton
-and bound; both must hand over the same. Run without TRITON_INTERPRET.
+WHAT: products (only what multiplies matrices, where cards differ most), words (the two smallest kernels), sweep (what
+the sweeps of `benchmarks.gpu` compare; experts, delta: one of them), or a name in `calls_of`. cache: also into the
+cache that an engine uses, `QUIRE_TRITON_CACHE`, with launchers and every kind of tiles that a model of these shapes
+needs (`make triton-cache`). for: for an engine of another Python, whose Triton pip fetches or is FILE.
+
+Prints a line of JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and counts
+of the widest loads and of tensor cores' products. Here is seen what the interpreter does not see: types that do not
+fit, blocks that are no powers of two, too little shared memory. Tensors are the host's; nothing touches their memory.
+Each kernel is launched by Triton and bound, with stand-ins for the driver: both must hand over the same. Run without
+TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -302,9 +297,9 @@ def stored(kind: int, rows: int, columns: int, capability: int, count: int = 1) 
 
 
 def quantized_calls(capability: int, *, complete: bool) -> Calls:
-    """Products of quantised matrices, one by one and of experts; integers are multiplied as such as well, e4m3 numbers
-    where the card does. complete: False: each kind of matrix meets experts on one card, and on both the largest tiles
-    for few rows and for more, in which a smaller one fits as well."""
+    """Products of quantised matrices, one by one and of experts; also multiplied as integers, and as e4m3 numbers where
+    the card does. complete: False: each kind of matrix meets experts on one card, and on both the largest tiles for few
+    rows and for more, in which a smaller one fits as well."""
     kinds = [each.value for each in (E4M3, I8, I4, MXFP4, NVFP4)]
     of_experts = [PLAIN.value, *(kinds if complete else (I8.value, I4.value, MXFP4.value))]
     if capability < 90 and not complete:

@@ -20,10 +20,9 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Case:
-    """Sequences as (length, new tokens), and one layer's pages that hold their keys and values (page_dtype uint8: e4m3
-    bits; float8_e4m3fn: the same, as numbers where the device converts them). A slot that no query sees holds NaN, the
-    entry of a block table of which none sees anything names a block outside the pool. Two rows of the tables and two
-    tokens are padding."""
+    """Sequences as (length, new tokens), and one layer's pages with their keys and values (page_dtype uint8: e4m3 bits;
+    float8_e4m3fn: the same, as numbers where the device converts them). Slots that no query sees hold NaN, entries of
+    block tables that none sees name a block outside the pool. Two rows of tables and two tokens are padding."""
 
     layer: LayerAttention
     sequences: list[tuple[int, int]]

@@ -1,11 +1,9 @@
-"""Launches kernels as an engine does on a card of compute capability 9.0, or of another one, and prints for each that
-Triton had to look up, and for each module in C that launches one, whether the cache held it, as a line of JSON.
+"""Launches kernels as an engine does on a card of a compute capability (9.0), and prints for each kernel that Triton
+looks up, and for each module in C that launches one, whether the cache held it, as a line of JSON.
 
-    python -m tests.kernels.triton.cached_launches
-    python -m tests.kernels.triton.cached_launches 80
+    python -m tests.kernels.triton.cached_launches [80]
 
-Triton's own driver says what the card is; only the questions that it would ask libcuda are answered here. Run without
-TRITON_INTERPRET.
+Only the questions that Triton's driver would ask libcuda are answered here. Run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ CAPABILITY = 90
 
 
 class CountingRecorder:
-    """Compiles each attention kernel, and its last two stages twice: those before do not know the option."""
+    """Compiles each attention kernel, and its last two stages with the option again: those before do not know it."""
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any]) -> None:
         if kernel.__name__ not in ("_varlen_kernel", "_split_kernel", "_merge_kernel"):
@@ -33,13 +33,11 @@ class CountingRecorder:
         compiled = kernel.warmup(*args, grid=grid, **constants, enable_fp_fusion=False)
         metadata = compiled.metadata._asdict()
         options = CUDAOptions(**{each.name: hashable(metadata[each.name]) for each in fields(CUDAOptions)})
-        for contracts in (False, True):
-            stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
-            CUDABackend(metadata["target"]).add_stages(
-                stages, replace(options, enable_fp_fusion=contracts), Language.TRITON
-            )
-            ptx = stages["ptx"](compiled.asm["llir"], metadata)
-            fused = fused_operations(stages["cubin"](ptx, metadata))
+        stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+        CUDABackend(metadata["target"]).add_stages(stages, replace(options, enable_fp_fusion=True), Language.TRITON)
+        contracted = stages["cubin"](stages["ptx"](compiled.asm["llir"], metadata), metadata)
+        for contracts, cubin in ((False, compiled.asm["cubin"]), (True, contracted)):
+            fused = fused_operations(cubin)
             print(json.dumps({"kernel": kernel.__name__, "contracts": contracts, "fused": fused}), flush=True)
 
 

@@ -1,9 +1,8 @@
 """Launchers of kernels, compiled into Triton's cache for this Python or another one, without a card.
 
-Triton compiles a small module in C for each kind of arguments when a kernel is first launched, a second each. It keeps
-it under a hash of its text and of `platform.architecture()`, whose second word is "ELF" only where the program `file`
-is installed: each module is stored under both. The driver's library, which the modules are linked with, is an empty one
-here.
+At a first launch Triton compiles a small module in C for each kind of arguments, a second each, kept under a hash of
+its text and of `platform.architecture()`, whose second word is "ELF" only where the program `file` is installed: each
+is stored under both. It is linked with an empty library in place of the driver's.
 """
 
 from __future__ import annotations

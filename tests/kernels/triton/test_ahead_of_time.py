@@ -95,6 +95,9 @@ def test_kernels_compile_and_fit(triton_compiler: Compiler, arguments: tuple[str
         )
         rules = [launch["registers"] for launch in launches if launch["kernel"] == "_rule_kernel"]
         assert rules == [255], "the assembler's highest level takes 32, and spills 10 times as much"
+        chunks = [launch for launch in launches if launch["kernel"] in ("_chunk_kernel", "_states_kernel")]
+        assert len(chunks) == 2
+        assert all(launch["wgmma.mma_async"] for launch in chunks), "delta rules of prompts"
         merges = [launch for launch in launches if launch["kernel"] == "_merge_kernel"]
         assert any(launch.get("cp.async.cg", 0) >= 7 for launch in merges), "parts of latents on their way"
     if capability == 80:

@@ -9,6 +9,7 @@ import torch
 
 from quire.kernels.arguments import ExpertWeights, Gating, Routing
 from quire.kernels.experts import experts, route
+from quire.kernels.triton.attention_tiles import has_hopper_memory
 from quire.kernels.triton.experts import (
     MANY_TILES,
     ExpertMatrices,
@@ -16,7 +17,6 @@ from quire.kernels.triton.experts import (
     ExpertProducts,
     apply_experts,
     expert_tiles,
-    has_room_for_many,
 )
 from quire.kernels.triton.weight_formats import StoredMatrix
 from tests.kernels.triton.helpers import random
@@ -110,7 +110,7 @@ def test_tiles_of_prompts(device: torch.device) -> None:
 
     assert tiles(0.1) == tiles(30) == tiles(1e6)
     assert not tiles(1e6).narrows
-    for least, plan in MANY_TILES if has_room_for_many(device) else ():
+    for least, plan in MANY_TILES if has_hopper_memory(device) else ():
         assert tiles(least, batch_invariant=False) == plan
     assert tiles(1e6, batch_invariant=False, dtype=torch.float32) == tiles(1e6, dtype=torch.float32)
 

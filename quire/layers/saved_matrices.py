@@ -1,0 +1,30 @@
+"""Whole matrices of adapters, in torch."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.matmul import row_linear
+from quire.layers.adapters import Adapters, SlotMatrices, StepSlots
+
+
+class SavedMatrices(SlotMatrices[torch.Tensor]):
+    """Matrices in place of a head's, float32, by slot."""
+
+    def __init__(self, adapters: Adapters, shape: tuple[int, int]) -> None:
+        super().__init__(adapters)
+        self.shape = shape
+
+    def load(self, slot: int, matrices: torch.Tensor) -> None:
+        super().load(slot, matrices.float())
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
+        """y, overwritten where rows have matrices. x: [R, inputs]."""
+        for rows, own in self._by_slot(x, slots):
+            y[rows] = row_linear(x[rows].to(own.dtype), own, None).to(y.dtype)
+        return y
+
+    def add_recorded(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """`add` in a recorded head's run."""
+        assert self._adapters.running_head is not None, "a run brings its slots"
+        return self.add(x, y, self._adapters.running_head)
