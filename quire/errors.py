@@ -58,8 +58,8 @@ class UnknownModelError(UserError):
 
 
 class PromptTooLongError(UserError):
-    """The prompt (with at least one new token) exceeds the model's context or the whole KV cache. num_tokens: if
-    counted."""
+    """The prompt (with at least one new token) exceeds the context; in the engine's process also the KV cache, of
+    which callers get a UserError. num_tokens: if counted."""
 
     def __init__(self, message: str, *, param: str | None = None, num_tokens: int | None = None) -> None:
         super().__init__(message, param=param)

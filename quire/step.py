@@ -210,7 +210,6 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     @property
     def masked_seq_ids(self) -> set[int]:
-        """Sequences of `masked_samples`."""
         return {self.sample_seq_ids[index] for index in self.masked_samples}
 
     @property

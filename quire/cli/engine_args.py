@@ -33,7 +33,6 @@ class EngineArgs(SimpleNamespace):
 
     @classmethod
     def from_cli_args(cls, arguments: argparse.Namespace) -> Self:
-        """Keep the engine's keywords of a program's arguments."""
         return cls(**{name: value for name, value in vars(arguments).items() if name in FLAGS})
 
 

@@ -92,7 +92,6 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output rate over the whole request; 0 without tokens."""
         return self.num_output_tokens / (self.last - self.start) if self.last is not None else 0.0
 
     def line(self) -> str:

@@ -39,7 +39,6 @@ class Line(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status as `quire` does."""
     return run_program("quire", _dispatch, sys.argv[1:] if arguments is None else arguments)
 
 

@@ -33,7 +33,6 @@ class AdaptersConfig:
         return self.max_running > 0
 
     def allows(self, module: str) -> bool:
-        """True if adapters may change a module."""
         parts = module.split(".")
         own = {parts[-1], EXPERTS} if EXPERTS in parts else {parts[-1]}
         return self.target_modules is None or not own.isdisjoint(self.target_modules)

@@ -62,7 +62,6 @@ class DeviceConfig:
 
     @property
     def is_accelerated(self) -> bool:
-        """True if Triton kernels run the model."""
         return self.attention_backend == "triton"
 
     @property

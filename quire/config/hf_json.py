@@ -36,7 +36,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """`read_json`, or {} if the file does not exist."""
     return {} if file_bytes(path) is None else read_json(path)
 
 

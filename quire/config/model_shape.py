@@ -189,12 +189,10 @@ class ModelShape:
 
     @cached_property
     def layer_counts(self) -> Mapping[LayerShape, int]:
-        """Number of layers of each shape, in order of first appearance."""
         return Counter(self.layers)
 
     @cached_property
     def attention_counts(self) -> Mapping[AttentionShape, int]:
-        """Number of layers of each attention shape, in order of first appearance."""
         return Counter(layer.attention for layer in self.layers)
 
     @cached_property
@@ -222,7 +220,6 @@ class ModelShape:
 
     @property
     def intermediate(self) -> int:
-        """Elements of the widest MLP."""
         return max(layer.intermediate for layer in self.layer_counts)
 
     def stages(self, pp: int) -> tuple[range, ...]:
@@ -299,7 +296,6 @@ class ModelShape:
 
     @property
     def routed_parameters(self) -> int:
-        """Elements of the experts that tokens are routed to."""
         return 0 if self.experts is None else self.num_moe_layers * self.experts.num_experts * self.expert_parameters
 
     @property
@@ -382,5 +378,4 @@ class ModelShape:
 
 
 def _dense_width(layer: LayerShape) -> int:
-    """Elements of the MLP or shared experts that every token passes."""
     return layer.intermediate if layer.experts is None else layer.experts.shared_intermediate

@@ -308,7 +308,6 @@ def why_prompts_not_dealt(shape: ModelShape) -> str | None:
 
 
 def _size_of_ranks(options: EngineOptions) -> str:
-    """First option that asks for several ranks."""
     return next((name for name in RANK_SIZES if getattr(options, name) > 1), RANK_SIZES[0])
 
 

@@ -85,7 +85,6 @@ class SpeculationConfig:
 
     @property
     def reads_texts(self) -> bool:
-        """True if drafts are looked up in texts."""
         return self.method in ("ngram", "suffix") or self.oracle is not None
 
     @classmethod

@@ -84,7 +84,6 @@ class BeamSearch:
 
     @property
     def running_sequences(self) -> list[Sequence]:
-        """Running sequences of the request, ordered by id."""
         return [each for each in self.request.sequences if each.blocks is not None]
 
     @property

@@ -128,7 +128,6 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens with known values."""
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     def __repr__(self) -> str:

@@ -70,7 +70,6 @@ class KnownAdapters:
         return [self.resolve(one) for one in lora_request]
 
     def forget(self, number: int) -> bool:
-        """Remove the adapter with this number; returns whether it was known."""
         with self._lock:
             return self._by_number.pop(number, None) is not None
 

@@ -183,17 +183,14 @@ class AsyncLLM:
 
     @property
     def takes_priorities(self) -> bool:
-        """True if requests may set a priority."""
         return self._front_end.config.scheduler.scheduling_policy == "priority"
 
     @property
     def takes_images(self) -> bool:
-        """True if prompts may contain images."""
         return not isinstance(self.input_processor.images, NoImages)
 
     @property
     def max_num_seqs(self) -> int:
-        """Maximum sequences that run at once."""
         return self._front_end.config.scheduler.max_num_seqs
 
     @property
@@ -215,7 +212,6 @@ class AsyncLLM:
 
     @property
     def num_restarts(self) -> int:
-        """Number of restarts of the engine."""
         return self._session.client.num_restarts
 
     @property
@@ -483,7 +479,6 @@ class AsyncLLM:
     """vLLM's names for `pause` and `resume`."""
 
     async def is_paused(self) -> bool:
-        """True while the engine is paused."""
         return bool(await self._count("is_paused"))
 
     async def sleep(self, level: int | str = 1, mode: str | None = None) -> None:
@@ -512,7 +507,6 @@ class AsyncLLM:
             self._session.control.is_asleep, self._session.control.sleep_level = False, 0
 
     async def is_sleeping(self) -> bool:
-        """True while the engine sleeps."""
         return bool(await self._count("is_sleeping"))
 
     async def stop_replica(self, number: int) -> None:

@@ -143,6 +143,5 @@ def check_reset(reset_connector: bool) -> None:
 
 
 def check_mode(mode: str) -> None:
-    """Raise UserError for a mode not in MODES."""
     if mode not in MODES:
         raise UserError(f"mode must be one of {', '.join(MODES)}, not {mode!r}", param="mode")

@@ -54,7 +54,6 @@ class Sleep:
         self._finish_transfers = finish_transfers
 
     def check_awake(self) -> None:
-        """Raise EngineAsleepError if the engine sleeps."""
         if self.level:
             raise EngineAsleepError("the engine is asleep: wake it up first (wake_up)")
 

@@ -33,7 +33,6 @@ class BlockPool:
 
     @property
     def num_allocatable(self) -> int:
-        """Number of blocks that an allocation could take: free and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property

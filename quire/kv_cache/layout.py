@@ -92,7 +92,6 @@ def page_bytes(groups: Sequence[KVGroup]) -> int:
 
 
 def block_bytes(groups: Sequence[KVGroup], layers_per_group: int) -> int:
-    """Bytes of one physical block over all its pages."""
     return layers_per_group * page_bytes(groups)
 
 

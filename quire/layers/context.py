@@ -75,5 +75,4 @@ WeightSlots = dict[str, WeightSlot]
 
 
 def prefixed(prefix: str, slots: WeightSlots) -> WeightSlots:
-    """Slots with `prefix` and a dot before each name."""
     return {f"{prefix}.{name}": slot for name, slot in slots.items()}

@@ -84,7 +84,6 @@ def _plain(families: Mapping[str, tuple[str, str]], *, is_vllm: bool) -> tuple[M
 
 
 def local_compute(stats: EngineStats) -> float:
-    """Prompt tokens of started requests that were not cached."""
     return stats.prompt_tokens_total - stats.prefix_cache_hits_total
 
 

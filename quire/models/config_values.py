@@ -24,7 +24,6 @@ def layer_attention(config: ModelConfig, layer: int, scale: float | None = None)
 
 
 def read_activation(config: ModelConfig) -> str:
-    """Name of the MLP's activation, a key in `kernels/activation.py`."""
     return model_fields(config).choice("hidden_act", list(ACTIVATIONS), "silu")
 
 

@@ -166,7 +166,6 @@ class NativeModel:
         return None if head is None else NativeModel(head, self._runtime)
 
     def guess(self, index: int) -> NativeModel:
-        """Native draft head for guess `index` (DraftHead.guess)."""
         return NativeModel(cast("DraftHead", self._model).guess(index), self._runtime)
 
     def stage(self, numbers: range) -> NativeModel:

@@ -52,7 +52,6 @@ def with_head_of(config: ModelConfig, files: WeightFiles) -> tuple[ModelConfig, 
 
 
 def as_embedding(tensors: Iterable[tuple[str, SourceT]], embedding: str) -> Iterator[tuple[str, SourceT]]:
-    """Rename the tensor HEAD to the embedding's name."""
     for name, tensor in tensors:
         yield embedding if name == HEAD else name, tensor
 

@@ -65,7 +65,6 @@ class RequestQueue:
 
     @property
     def num_returned(self) -> int:
-        """Number of waiting requests that ran before."""
         return len(self._returned)
 
     def report_stats(self, stats: EngineStats) -> None:

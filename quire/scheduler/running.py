@@ -25,7 +25,6 @@ class RunningSet:
 
     @property
     def num_slots(self) -> int:
-        """Number of taken and reserved request slots."""
         return len(self.sequences) + self.num_reserved
 
     @property

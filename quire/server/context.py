@@ -83,7 +83,6 @@ class ServerContext:
             end()
 
     def exit(self) -> None:
-        """Write pending data (`on_exit`); called last."""
         for end in self.on_exit:
             end()
 
@@ -116,7 +115,6 @@ class ServerContext:
         return [*self.model_names, *self.adapters.names]
 
     def usable(self, names: Sequence[str]) -> list[str]:
-        """Model names that this request's client may use."""
         return [name for name in names if may_use(name)]
 
     async def meet(self, model: str) -> None:

@@ -147,7 +147,6 @@ def _completion(context: ServerContext, request: Request, body: OllamaGenerateRe
 
 
 def _check_thinking(context: ServerContext, body: OllamaFields) -> None:
-    """Raise ApiError (400) for requested thinking that no reasoning parser separates."""
     if body.think and context.formats.reasoning is None:
         message = (
             f"{body.model!r:.200} does not support thinking (on this server: --reasoning-parser names how it thinks)"

@@ -135,18 +135,15 @@ class SimulatedExecutor:
         return SimulatedFuture(clock, ready, self._result(plan))
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
-        """Raises QuireError: made-up tokens follow no masks."""
         raise QuireError("a simulated engine has no constraints on tokens")
 
     def idle(self) -> bool:
-        """False: no idle work is left."""
         return False
 
     def vital_signs(self) -> VitalSigns:
         return VitalSigns()
 
     def sleep(self, level: int) -> None:
-        """Raises QuireError: a simulated device keeps its memory."""
         raise QuireError("a simulated engine does not sleep")
 
     def wake_weights(self) -> None:

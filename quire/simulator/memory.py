@@ -63,7 +63,6 @@ def check_pool(cost: CostModel, num_bytes: int) -> None:
 
 
 def pool_bytes(cost: CostModel, num_blocks: int, block_size: int) -> int:
-    """Bytes of a pool of `num_blocks` blocks, on each device."""
     return num_blocks * block_bytes(*_groups(cost, block_size))
 
 

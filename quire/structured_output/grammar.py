@@ -152,7 +152,6 @@ def _behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int])
 
 
 def to_lark(grammar: str) -> str:
-    """Grammar in Lark's syntax, translated from EBNF if necessary."""
     return ebnf.to_lark(grammar) if ebnf.is_ebnf(grammar) else grammar
 
 

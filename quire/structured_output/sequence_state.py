@@ -125,7 +125,6 @@ class SequenceState:
         return any(memory[place] & bit for place, bit in self._shape.end_places)
 
     def may_take(self, token_id: int) -> bool:
-        """True if the request's other fields allow the token."""
         return self._allowed is None or bool(self._allowed >> token_id & 1)
 
     def _narrowed(self, mask: int) -> int:

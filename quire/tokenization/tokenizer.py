@@ -195,7 +195,6 @@ class Tokenizer:
         return list(dict.fromkeys((*token_ids, *own)))
 
     def is_special(self, token_id: int) -> bool:
-        """True if `skip_special_tokens` omits the token."""
         return token_id in self.special_ids
 
     @property

@@ -56,7 +56,6 @@ class RuntimeDirectory:
         return cls(path, lock)
 
     def address(self, name: str) -> str:
-        """zmq address of a socket in this directory."""
         return f"ipc://{self.path / name}"
 
     def close(self) -> None:

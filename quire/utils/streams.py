@@ -31,7 +31,6 @@ class GuardedFile(io.FileIO):
         self._num_lost = 0
 
     def take_num_lost(self) -> int:
-        """Number of lost writes since the last call."""
         with self._lock:
             count, self._num_lost = self._num_lost, 0
             return count

@@ -42,7 +42,6 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def random_uuid() -> str:
-    """New request id of 32 hexadecimal digits."""
     return uuid.uuid4().hex
 
 

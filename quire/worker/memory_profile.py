@@ -44,5 +44,4 @@ def estimate_activations(config: ModelConfig, num_tokens: int, num_rows: int) ->
 
 
 def dummy_columns(names: Sequence[str], token_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """Zeroed columns for a dummy pass over `token_ids`, [T]."""
     return {name: torch.zeros_like(token_ids) for name in names}

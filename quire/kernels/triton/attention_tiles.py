@@ -62,7 +62,6 @@ class HeadShape:
 
     @property
     def group(self) -> int:
-        """Query heads per key head."""
         return self.num_heads // self.num_kv_heads
 
     @property

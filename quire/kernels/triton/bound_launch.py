@@ -206,7 +206,6 @@ def _are(values: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _contains(settings: Iterable[object], marks: set[object]) -> bool:
-    """True if a mark is among the settings, or in a sequence among them."""
     return any(
         _contains(each, marks) if isinstance(each, list | tuple) else any(each is mark for mark in marks)
         for each in settings

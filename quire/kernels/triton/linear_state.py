@@ -506,7 +506,6 @@ def rule_parts(rule: DeltaRule, states: DeviceStateStep) -> list[torch.Tensor]:
 
 
 def _part(pages: torch.Tensor, part: StatePart) -> torch.Tensor:
-    """Layer's pages from a part's first element on."""
     return pages[:, part.offset // 4 :]
 
 

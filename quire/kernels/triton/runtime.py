@@ -28,7 +28,6 @@ def blocks_of(size: int, block: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """Smallest power of two >= `number` > 0."""
     return 1 << (number - 1).bit_length()
 
 
@@ -89,7 +88,6 @@ class BoundKernel:
 
 
 def bind(kernel: Any, fixed: Mapping[str, Any], /, **constants: Any) -> BoundKernel:
-    """BoundKernel for callers that launch repeatedly."""
     return BoundKernel(kernel, fixed, constants)
 
 

@@ -185,7 +185,6 @@ class DeviceCompute:
         return self.passes.capture_next(self.padding)
 
     def padding(self, execution: Execution) -> tuple[DeviceBatch, TokenColumns]:
-        """Padding-only batch of an execution's size."""
         return self.inputs.padding(execution.num_seqs, execution.num_tokens)
 
 

@@ -94,15 +94,12 @@ class StateArena:
         return self.drafts.texts + row * self.drafts.token_width
 
     def block_offset(self, row: int, group: int, logical_index: int = 0) -> int:
-        """Index in `words` of a row's block-table entry."""
         return self._starts[group] + row * self._widths[group] + logical_index
 
     def parameters_offset(self, row: int) -> int:
-        """Index in `words` of a row's first sampling parameter."""
         return self._parameters + row * self.parameters.stride(0)
 
     def values_offset(self, row: int) -> int:
-        """Index in `words` of a row's first step-column value."""
         return self.tables.values + row * len(self.tables.rules)
 
 
