@@ -1,0 +1,146 @@
+"""Many adapters, few slots: python -m benchmarks.adapter_traffic [--adapters 1000] [--slots 64] [--rate 20]
+
+The bundled model with random adapters of rank 8 that lie on disk. Requests arrive at random times (Poisson), and choose
+adapters by Zipf's law: the k-th most popular has a share proportional to 1 / k. Printed are the share of requests whose
+adapter lay in a slot, beside that of a plain LRU cache over the same requests, seconds until the first token (p50, p95,
+p99) of these and of the others, and of requests at the same times without adapters. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from quire import AsyncLLM, LoRARequest, SamplingParams
+from quire.config.hf_config import BUNDLED_DIRECTORIES
+from quire.config.options import BUNDLED_MODEL
+
+RANK, PROMPT, TOKENS = 8, 24, 16
+
+
+def write_adapters(directory: Path, config: dict[str, int], count: int) -> list[LoRARequest]:
+    """Adapters of the projections of attention."""
+    size, head = config["hidden_size"], config["head_dim"]
+    outputs = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(outputs), "bias": "none"}
+    found = []
+    for number in range(count):
+        generator, tensors = torch.Generator().manual_seed(number), {}
+        for layer in range(config["num_hidden_layers"]):
+            for name, width in outputs.items():
+                module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+                tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, size, generator=generator) * 0.02
+                tensors[f"{module}.lora_B.weight"] = torch.randn(width, RANK, generator=generator) * 0.02
+        own = directory / f"a{number}"
+        own.mkdir()
+        save_file(tensors, own / "adapter_model.safetensors")
+        (own / "adapter_config.json").write_text(json.dumps(settings))
+        found.append(LoRARequest(own.name, 1 + number, str(own)))
+    return found
+
+
+def lru_hits(chosen: Sequence[int], slots: int) -> list[bool]:
+    """Whether each request's adapter lies in a cache that drops the one used least recently."""
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = []
+    for each in chosen:
+        hits.append(each in held)
+        held[each] = held.pop(each, None)
+        if len(held) > slots:
+            held.popitem(last=False)
+    return hits
+
+
+async def run(
+    engine: AsyncLLM, times: Sequence[float], adapters: Sequence[LoRARequest | None], name: str
+) -> list[float]:
+    """Seconds until the first token of each request. times: of arrival."""
+    began, params = time.perf_counter(), SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+
+    async def one(number: int) -> float:
+        await asyncio.sleep(times[number] - (time.perf_counter() - began))
+        sent, first = time.perf_counter(), 0.0
+        prompt = {"prompt_token_ids": [1 + (number * 31 + place * 7) % 4000 for place in range(PROMPT)]}
+        async for _ in engine.generate(prompt, params, f"{name}-{number}", lora_request=adapters[number]):
+            first = first or time.perf_counter() - sent
+        return first
+
+    return await asyncio.gather(*map(one, range(len(times))))
+
+
+def quantiles(seconds: Sequence[float]) -> list[float]:
+    ordered = sorted(seconds)
+    return [round(1e3 * ordered[int(share * (len(ordered) - 1))], 1) for share in (0.5, 0.95, 0.99)] if ordered else []
+
+
+async def measured(arguments: argparse.Namespace, model: Path, adapters: list[LoRARequest]) -> dict[str, object]:
+    rng = random.Random(1)
+    weights = [1 / (1 + rank) for rank in range(len(adapters))]
+    chosen = rng.choices(range(len(adapters)), weights, k=arguments.requests)
+    times, now = [], 0.0
+    for _ in chosen:
+        now += rng.expovariate(arguments.rate)
+        times.append(now)
+    engine = AsyncLLM(
+        model=str(model),
+        enable_lora=True,
+        max_loras=arguments.slots,
+        max_cpu_loras=arguments.slots,
+        max_lora_rank=RANK,
+        max_num_seqs=64,
+        enable_prefix_caching=False,
+    )
+    try:
+        await asyncio.to_thread(lambda: engine.ready)
+        without = await run(engine, times, [None] * len(times), "plain")
+        seconds = await run(engine, times, [adapters[each] for each in chosen], "adapted")
+        loads = (await engine.stats()).adapter_loads_total
+    finally:
+        engine.shutdown()
+    hits = lru_hits(chosen, arguments.slots)
+    return {
+        "adapters": len(adapters),
+        "slots": arguments.slots,
+        "requests": len(chosen),
+        "rate": arguments.rate,
+        "distinct": len(set(chosen)),
+        "hit_rate": round(1 - loads / len(chosen), 4),
+        "lru_hit_rate": round(sum(hits) / len(hits), 4),
+        "first_token_ms": {
+            "without adapters": quantiles(without),
+            "hits": quantiles([each for each, hit in zip(seconds, hits, strict=True) if hit]),
+            "misses": quantiles([each for each, hit in zip(seconds, hits, strict=True) if not hit]),
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--adapters", type=int, default=1000)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=1200)
+    parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
+    arguments = parser.parse_args()
+    model = BUNDLED_DIRECTORIES[BUNDLED_MODEL]
+    with tempfile.TemporaryDirectory() as scratch:
+        config = json.loads((model / "config.json").read_text())
+        adapters = write_adapters(Path(scratch), config, arguments.adapters)
+        found = asyncio.run(measured(arguments, model, adapters))
+    print(f"hits: {found['hit_rate']:.1%} ({found['lru_hit_rate']:.1%} of an LRU cache)")
+    for name, row in found["first_token_ms"].items():  # type: ignore[attr-defined]
+        print(f"{name}: first token after {' / '.join(map(str, row))} ms (p50, p95, p99)")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
