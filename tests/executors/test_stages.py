@@ -28,6 +28,7 @@ from tests.fakes.masks import AllowedByPosition
 from tests.models.families import FAMILIES, qwen3
 from tests.models.harness import randomize, save
 from tests.processes import has_ended
+from tests.warm_interpreters import HELPERS, WarmInterpreter
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +70,15 @@ def left_in_shared_memory(known: set[str], timeout: float = 60.0) -> set[str]:
     return found
 
 
-def test_the_bits_of_one_rank(model_path: Path, runtime_directory: Path) -> None:
+def test_the_bits_of_one_rank(model_path: Path, runtime_directory: Path, warm_interpreter: WarmInterpreter) -> None:
     """With prefix hits, preemption, constraints, an abort and a pooled request; asleep and awake again. At the end no
     process, descriptor or file is left."""
     config = configured(model_path)
     alone = make_core(config, LocalExecutor(config))
     expected, vector, bits = run(alone), pool(alone, [7] * 31), everything(alone)
     alone.shutdown()
+    for warm in (warm_interpreter, HELPERS):  # theirs is no file that is left
+        warm.is_here()
     before, shared = open_files(), set(os.listdir("/dev/shm"))
     config = configured(model_path, pipeline_parallel_size=2)
     ranks = RankProcesses(config)
