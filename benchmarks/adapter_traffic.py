@@ -18,9 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
+from benchmarks.adapters import write_adapter
 from quire import AsyncLLM, LoRARequest, SamplingParams
 from quire.config.hf_config import BUNDLED_DIRECTORIES
 from quire.config.options import BUNDLED_MODEL
@@ -30,27 +28,20 @@ RANK, PROMPT, TOKENS = 8, 24, 16
 
 def write_adapters(directory: Path, config: dict[str, int], count: int) -> list[LoRARequest]:
     """Adapters of the projections of attention."""
-    size, head = config["hidden_size"], config["head_dim"]
-    outputs = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(outputs), "bias": "none"}
-    found = []
-    for number in range(count):
-        generator, tensors = torch.Generator().manual_seed(number), {}
-        for layer in range(config["num_hidden_layers"]):
-            for name, width in outputs.items():
-                module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-                tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, size, generator=generator) * 0.02
-                tensors[f"{module}.lora_B.weight"] = torch.randn(width, RANK, generator=generator) * 0.02
-        own = directory / f"a{number}"
-        own.mkdir()
-        save_file(tensors, own / "adapter_model.safetensors")
-        (own / "adapter_config.json").write_text(json.dumps(settings))
-        found.append(LoRARequest(own.name, 1 + number, str(own)))
-    return found
+    size, head, layers = config["hidden_size"], config["head_dim"], config["num_hidden_layers"]
+    modules = {
+        "self_attn.q_proj": (config["num_attention_heads"] * head, size),
+        "self_attn.v_proj": (config["num_key_value_heads"] * head, size),
+    }
+    paths = [
+        write_adapter(directory / f"a{number}", number, modules, num_layers=layers, rank=RANK)
+        for number in range(count)
+    ]
+    return [LoRARequest(path.name, 1 + number, str(path)) for number, path in enumerate(paths)]
 
 
 def lru_hits(chosen: Sequence[int], slots: int) -> list[bool]:
-    """Whether each request's adapter lies in a cache that drops the one used least recently."""
+    """True for each request whose adapter lies in a cache that drops the one used least recently."""
     held: OrderedDict[int, None] = OrderedDict()
     hits = []
     for each in chosen:
@@ -83,7 +74,9 @@ def quantiles(seconds: Sequence[float]) -> list[float]:
     return [round(1e3 * ordered[int(share * (len(ordered) - 1))], 1) for share in (0.5, 0.95, 0.99)] if ordered else []
 
 
-async def measured(arguments: argparse.Namespace, model: Path, adapters: list[LoRARequest]) -> dict[str, object]:
+async def measured(
+    arguments: argparse.Namespace, model: Path, adapters: list[LoRARequest]
+) -> tuple[dict[str, object], dict[str, list[float]]]:
     rng = random.Random(1)
     weights = [1 / (1 + rank) for rank in range(len(adapters))]
     chosen = rng.choices(range(len(adapters)), weights, k=arguments.requests)
@@ -108,7 +101,7 @@ async def measured(arguments: argparse.Namespace, model: Path, adapters: list[Lo
     finally:
         engine.shutdown()
     hits = lru_hits(chosen, arguments.slots)
-    return {
+    facts = {
         "adapters": len(adapters),
         "slots": arguments.slots,
         "requests": len(chosen),
@@ -116,11 +109,11 @@ async def measured(arguments: argparse.Namespace, model: Path, adapters: list[Lo
         "distinct": len(set(chosen)),
         "hit_rate": round(1 - loads / len(chosen), 4),
         "lru_hit_rate": round(sum(hits) / len(hits), 4),
-        "first_token_ms": {
-            "without adapters": quantiles(without),
-            "hits": quantiles([each for each, hit in zip(seconds, hits, strict=True) if hit]),
-            "misses": quantiles([each for each, hit in zip(seconds, hits, strict=True) if not hit]),
-        },
+    }
+    return facts, {
+        "without adapters": quantiles(without),
+        "hits": quantiles([each for each, hit in zip(seconds, hits, strict=True) if hit]),
+        "misses": quantiles([each for each, hit in zip(seconds, hits, strict=True) if not hit]),
     }
 
 
@@ -135,11 +128,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         config = json.loads((model / "config.json").read_text())
         adapters = write_adapters(Path(scratch), config, arguments.adapters)
-        found = asyncio.run(measured(arguments, model, adapters))
-    print(f"hits: {found['hit_rate']:.1%} ({found['lru_hit_rate']:.1%} of an LRU cache)")
-    for name, row in found["first_token_ms"].items():  # type: ignore[attr-defined]
+        facts, first_token_ms = asyncio.run(measured(arguments, model, adapters))
+    print(f"hits: {facts['hit_rate']:.1%} ({facts['lru_hit_rate']:.1%} of an LRU cache)")
+    for name, row in first_token_ms.items():
         print(f"{name}: first token after {' / '.join(map(str, row))} ms (p50, p95, p99)")
-    print(json.dumps(found))
+    print(json.dumps({**facts, "first_token_ms": first_token_ms}))
 
 
 if __name__ == "__main__":

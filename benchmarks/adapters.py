@@ -69,17 +69,20 @@ CASES = (
 )
 
 
-def write_adapter(directory: Path, seed: int, modules: dict[str, tuple[int, int]]) -> Path:
+def write_adapter(
+    directory: Path, seed: int, modules: dict[str, tuple[int, int]], *, num_layers: int = LAYERS, rank: int = RANK
+) -> Path:
+    """modules: (outputs, inputs) of each, by its name in a layer."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer in range(LAYERS):
+    for layer in range(num_layers):
         for module, (outputs, inputs) in modules.items():
             prefix = f"base_model.model.model.layers.{layer}.{module}"
-            a, b = (torch.randn(*size, generator=generator) * 0.02 for size in ((RANK, inputs), (outputs, RANK)))
+            a, b = (torch.randn(*size, generator=generator) * 0.02 for size in ((rank, inputs), (outputs, rank)))
             tensors |= {f"{prefix}.lora_A.weight": a.bfloat16(), f"{prefix}.lora_B.weight": b.bfloat16()}
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": None, "bias": "none"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": None, "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 

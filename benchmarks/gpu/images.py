@@ -42,7 +42,7 @@ TOWER = {
     "hidden_act": "gelu_pytorch_tanh",
     "model_type": "qwen3_vl",
 }
-TEXT = {
+TEXT: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
     "num_hidden_layers": 36,
@@ -77,7 +77,7 @@ def write(directory: Path, *, tiny: bool) -> dict[str, Any]:
     """Write a model directory for load_format="dummy"; returns the tower's configuration."""
     text, tower = dict(TEXT), dict(TOWER)
     if tiny:
-        rope = {**TEXT["rope_parameters"], "mrope_section": [4, 2, 2]}  # type: ignore[dict-item]
+        rope = {**TEXT["rope_parameters"], "mrope_section": [4, 2, 2]}
         text |= {**TINY_TEXT, "rope_parameters": rope}
         tower |= {**TINY_TOWER, "deepstack_visual_indexes": [0]}
     dtype = "float32" if tiny else "bfloat16"
