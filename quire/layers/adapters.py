@@ -215,15 +215,17 @@ class SlotMatrices(Generic[MatricesT]):
         self._stored = {each: found for each, found in self._stored.items() if each != slot}
 
 
-def add_adapted(stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
-    """`Operations.add_adapted` in torch, slot by slot. A row's result depends only on that row."""
+def rows_by_slot(stack: AdapterStack, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, dict[int, LowRank]]]:
+    """Yield (rows, [N], matrices by piece) of each slot with an adapter. slots: the rows', [T]."""
     stored = stack.stored or {}
-    of_rows = slots.of(x)
-    for slot in of_rows.unique().tolist():
-        found = stored.get(slot)
-        if not found:
-            continue
-        rows = (of_rows == slot).nonzero().flatten()
+    for slot in slots.unique().tolist():
+        if found := stored.get(slot):
+            yield (slots == slot).nonzero().flatten(), found
+
+
+def add_adapted(stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
+    """`Operations.add_adapted` in torch. A row's result depends only on that row."""
+    for rows, found in rows_by_slot(stack, slots.of(x)):
         own = x.index_select(0, rows)
         for piece, matrices in found.items():
             inner = row_linear(own.to(matrices.a.dtype), matrices.a, None) * matrices.scale

@@ -7,7 +7,16 @@ from typing import Any, Literal
 import torch
 
 from quire.kernels.matmul import row_linear
-from quire.layers.adapters import PANEL, AdapterPlace, Adapters, AdapterStack, AdapterStorage, Part, StepSlots
+from quire.layers.adapters import (
+    PANEL,
+    AdapterPlace,
+    Adapters,
+    AdapterStack,
+    AdapterStorage,
+    Part,
+    StepSlots,
+    rows_by_slot,
+)
 
 Stacked = Literal["gate_up_proj", "down_proj"]
 STACKED: tuple[Stacked, ...] = ("gate_up_proj", "down_proj")
@@ -46,9 +55,7 @@ class ExpertAdapters:
     ) -> torch.Tensor:
         """y, overwritten, plus an expert's adapters. slots: the rows'."""
         stack, parts = (self.down, 1) if matrix == "down_proj" else (self.gate_up, 2)
-        for slot in slots.unique().tolist():
-            found = stack.stored.get(slot, {})
-            rows = (slots == slot).nonzero().flatten()
+        for rows, found in rows_by_slot(stack, slots):
             for part in range(parts):
                 own = found.get(parts * expert + part)
                 if own is not None:
