@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -67,22 +67,24 @@ class TableFile(Generic[K, V]):
 
     def __init__(self, path: Path, kind: type[dict[K, V]]) -> None:
         self._path = path
-        self._seen: tuple[int, int] | None = None
+        self._seen: BinaryIO | None = None
         self._decoder = msgspec.json.Decoder(kind)
 
     def news(self) -> dict[K, V] | None:
         try:
-            status = self._path.stat()
+            if self._seen and os.path.samestat(os.fstat(self._seen.fileno()), self._path.stat()):
+                return None
+            file = self._path.open("rb")
         except FileNotFoundError:
             return None
-        version = (status.st_mtime_ns, status.st_ino)
-        if version == self._seen:
-            return None
-        self._seen = version
-        return self._decoder.decode(self._path.read_bytes())
+        self.reread()
+        self._seen = file  # open, so that no later table has its inode
+        return self._decoder.decode(file.read())
 
     def reread(self) -> None:
-        self._seen = None
+        if self._seen:
+            self._seen.close()
+            self._seen = None
 
     def change(self, change: Callable[[dict[K, V]], None]) -> None:
         with open(f"{self._path}.lock", "ab") as lock:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.engine import adapters
 from quire.engine.adapters import KnownAdapters
@@ -15,7 +17,7 @@ from quire.errors import UserError
 from quire.server.adapters import LoraModule, ServedAdapters
 from quire.server.errors import ApiError
 from quire.server.settings import ServerSettings
-from quire.server.shared_adapters import SharedAdapters
+from quire.server.shared_adapters import NumberedAdapter, SharedAdapters
 from tests.fakes.adapters import write
 
 LIMITS = AdaptersConfig(max_running=1, max_rank=16, num_slots=1)
@@ -158,3 +160,25 @@ async def test_a_process_that_starts_later(pair: tuple[Process, Process], direct
     found = Process(tmp_path, directory).served.find("mine")
     assert found is not None
     assert (found.path, found.base_model_name) == (str(directory / "one"), "parent")
+
+
+def test_a_table_with_the_time_and_inode_of_one_before_is_read(tmp_path: Path) -> None:
+    """Within a clock tick of the kernel, files that replace one another have one time, and a free inode comes back."""
+    reader, writer = SharedAdapters.of(tmp_path).numbered, SharedAdapters.of(tmp_path).numbered
+
+    def write_table(scale: float) -> None:
+        def change(table: dict[int, NumberedAdapter]) -> None:
+            table[0] = NumberedAdapter(AdapterRef("path", b"digest"), scale)
+
+        writer.change(change)
+        os.utime(tmp_path / "numbered-adapters", ns=(0, 0))
+
+    write_table(0.0)
+    assert reader.news() is not None
+    for scale in range(1, 9):
+        write_table(scale + 0.25)
+        write_table(scale + 0.5)
+        news = reader.news()
+        assert news is not None, scale
+        assert news[0].scale == scale + 0.5
+        assert reader.news() is None
