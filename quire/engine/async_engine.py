@@ -472,8 +472,10 @@ class AsyncLLM:
 
     async def resume(self) -> None:
         """End a pause, if any."""
-        await self._session.ask("resume")
-        self._session.control.pauses = self._session.control.refuses_new = False
+        try:
+            await self._session.ask("resume")
+        finally:  # an engine that answers too late has resumed all the same
+            self._session.control.pauses = self._session.control.refuses_new = False
 
     pause_generation, resume_generation = pause, resume
     """vLLM's names for `pause` and `resume`."""
@@ -484,19 +486,21 @@ class AsyncLLM:
     async def sleep(self, level: int | str = 1, mode: str | None = None) -> None:
         """Free memory until `wake_up`: the KV cache, and the weights, which move to host memory on a device (level 1)
         or are dropped (level 2). mode: None refuses while requests live, "abort" ends them, "wait" waits for them.
-        Raises UserError while requests live or prefixes are registered."""
+        Raises UserError while requests live or a pause holds them, or prefixes are registered."""
         if mode is not None:
             check_mode(mode)
         control = self._session.control
-        was_asleep, control.is_asleep = control.is_asleep, mode in ("abort", "wait") or control.is_asleep
+        control.is_asleep = mode in ("abort", "wait") or control.is_asleep
         try:
             if mode == "abort":
                 await self._session.ask("abort_all")
             while mode == "wait" and (stats := await self.stats()).num_running + stats.num_waiting:
+                if await self.is_paused():
+                    raise UserError('requests wait for the end of a pause: call resume, or sleep with mode "abort"')
                 await asyncio.sleep(POLL_SECONDS)
             await self._session.ask("sleep", str(level))
         except BaseException:
-            control.is_asleep = was_asleep
+            control.is_asleep = control.sleep_level > 0  # not as it was before: another call may have given up since
             raise
         control.is_asleep, control.sleep_level = True, int(level)
 

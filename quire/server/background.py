@@ -226,10 +226,13 @@ class BackgroundResponses:
         keeping.add_done_callback(self._keeping.discard)
 
     async def _keep(self, owner: str, response_id: str, response: BackgroundResponse) -> None:
+        key = owner, response_id
         try:
-            await self._store.keep_finished(owner, response_id, response.stored())
+            if self._running.get(key) is response:  # not deleted; the id may be another response's since
+                await self._store.keep_finished(owner, response_id, response.stored())
         finally:
-            self._running.pop((owner, response_id), None)
+            if self._running.get(key) is response:
+                del self._running[key]
             response.is_kept.set()
 
     def delete(self, owner: str, response_id: str) -> bool:

@@ -284,3 +284,25 @@ async def test_a_response_that_another_process_asks_for_as_it_begins() -> None:
         await store.background.start("me", answer, conversation, keeps_events=False)  # type: ignore[arg-type]
     await made.cancel()
     await made.settle()
+
+
+async def test_an_id_of_a_deleted_response_may_be_taken_at_once() -> None:
+    """The first one ends behind the start of the second."""
+    store = OwnResponses(ResponseStore(4, 2**20))
+    background = BackgroundResponses(store)
+    conversation: Any = StoredItems().before
+    first = await background.start("me", NoTokens(), conversation, keeps_events=False)  # type: ignore[arg-type]
+    await asyncio.sleep(0)  # it has begun
+    await store.remove("me", "resp_mine")
+    assert background.delete("me", "resp_mine")
+    second = await background.start("me", NoTokens(), conversation, keeps_events=False)  # type: ignore[arg-type]
+    await first.is_kept.wait()
+    assert background.find_response("me", "resp_mine") is second
+    found = await store.find_response("me", "resp_mine")
+    assert found is not None
+    assert found.maker is not None, "it is still being made"
+    await second.cancel()
+    await second.settle()
+    found = await store.find_response("me", "resp_mine")
+    assert found is not None
+    assert msgspec.json.decode(found.body)["status"] == "cancelled"
