@@ -45,9 +45,10 @@ LINE_ELEMENTS = 16
 
 class BoundRun(NamedTuple):
     """Program bound to one ForwardBatch version's memory, and its result; later decodes there reuse it without
-    torch."""
+    torch. adapts: see Variant."""
 
     version: int
+    adapts: bool
     run: Callable[[], None]
     result: ForwardResult[torch.Tensor]
     kept: object = None
@@ -175,7 +176,7 @@ class NativeModel:
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
         """Run the recorded layers (CausalLM.forward). The next call overwrites the result."""
         bound = self._body_run
-        if bound is None or bound.version != batch.version:
+        if bound is None or bound.version != batch.version or bound.adapts != _adapts(batch):
             del bound  # release its arena first: two must never exist
             bound = self._bind_body(batch)
         bound.run()
@@ -206,14 +207,14 @@ class NativeModel:
         last, *tapped = program.results(num_rows, num_rows if rows is None else len(rows))
         result = ForwardResult(last, dict(zip(variant.taps, tapped, strict=True)))
         if isinstance(step, NativeEncoderStep):
-            return BoundRun(0, program.bind(num_rows, tensors, step.encoder, read_rows=rows), result)
+            return BoundRun(0, variant.adapts, program.bind(num_rows, tensors, step.encoder, read_rows=rows), result)
         planned = None
         if states is not None:
             assert isinstance(batch.states, StateStep), "a step of a model with states brings them"
             planned = states.set(batch.states)
         hidden = () if batch.hidden is None else (cast("torch.Tensor", batch.hidden).contiguous(),)
         run = program.bind(num_rows, tensors, step.plans, hidden, rows, planned)
-        bound = BoundRun(batch.version, run, result, hidden)
+        bound = BoundRun(batch.version, variant.adapts, run, result, hidden)
         if batch.version and states is None and self._rule is None:  # else states or variant may change every step
             self._body_run = bound
         return bound
@@ -242,8 +243,7 @@ class NativeModel:
             if self._expanding is None:
                 self._expanding = ExpandingAttention(step.backend, self._runtime, self._rule)
             expands = self._expanding.plan(step.batch)
-        slots = batch.columns.get(ADAPTER_SLOTS)
-        adapts = slots is not None and bool(cast("torch.Tensor", slots).any())
+        adapts = _adapts(batch)
         shares = isinstance(step, SharedPromptsStep)
         if batch.hidden is None and batch.overlay is None and not batch.taps and not adapts and not shares:
             return EXPANDED if expands else PLAIN
@@ -298,6 +298,11 @@ class NativeModel:
         recorder.redirect(logits, recorder.external(logits.width, self._logits.rows.stride(0)))
         self._heads[adapts] = head = recorder.finish_program(logits, self._runtime, max_rows)
         return head
+
+
+def _adapts(batch: ForwardBatch) -> bool:
+    slots = batch.columns.get(ADAPTER_SLOTS)
+    return slots is not None and bool(cast("torch.Tensor", slots).any())
 
 
 def _recorded(value: Value) -> Buffer:

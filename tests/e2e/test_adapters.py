@@ -306,6 +306,20 @@ def test_steps_without_adapters_run_the_programs_without(tiny: Tiny, monkeypatch
     assert kernels[0] == kernels[1] != []
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_of_adapters_behind_one_of_as_many_rows_without(tiny: Tiny, count: int) -> None:
+    """Prompts of which all but a token is cached begin with a step like a decode's."""
+    prompts = random_prompts([33] * count, 97, seed=7)
+    with engine(tiny.directory) as llm:
+        alone = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=tiny.first)
+        llm.generate([prompt[:20] for prompt in prompts], GREEDY, use_tqdm=False)
+        again = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=tiny.first)
+        base = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.num_cached_tokens for output in again] == [32] * count
+    assert [bits(output) for output in again] == [bits(output) for output in alone]
+    assert [bits(output) for output in base] != [bits(output) for output in alone]
+
+
 @pytest.mark.long
 def test_prompts_dealt_to_ranks(tiny: Tiny, tmp_path: Path) -> None:
     """The bits of one rank where kernels add. torch adds to embeddings, in ranks without the tests' products."""
