@@ -143,11 +143,10 @@ class CostModel:
         self._constant, self._per_token, self._per_sampled = self._linear_parts()
         self._set_up_experts()
         self.tower: TowerCost | None = None
-        """Vision tower; None in pipelines."""
-        if vision is not None and self.layout.pp == 1:
-            tp = self.layout.tp
-            costs = EncoderCosts.of(vision, shape.active_parameters(), tp)
-            self.tower = TowerCost(vision, hardware, self.precision.activations, costs, self._link(tp))
+        """Vision tower, on the first stage."""
+        if vision is not None:
+            costs = EncoderCosts.of(vision, shape.active_parameters(), self.layout)
+            self.tower = TowerCost(vision, hardware, self.precision.activations, costs, self._link(self.layout.tp))
 
     # -- queries ----------------------------------------------------------------------------------------------------
 
