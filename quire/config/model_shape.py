@@ -249,6 +249,10 @@ class ModelShape:
             }
         return tuple(range(start, end) for start, end in pairwise(best[self.num_layers][1]))
 
+    @property
+    def most_stages(self) -> int:
+        return self.num_layers - self.entrance_layers + 1
+
     def layers_per_stage(self, pp: int) -> int:
         """Number of layers of the largest of `pp` pipeline stages."""
         return max(map(len, self.stages(pp)))

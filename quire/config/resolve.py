@@ -146,16 +146,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     check_prompts_dealt(options, model, speculation, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
-    media = MediaConfig.of(
-        language_model_only=options.language_model_only,
-        limit_mm_per_prompt=options.limit_mm_per_prompt or {},
-        mm_processor_kwargs=options.mm_processor_kwargs or {},
-        media_io_kwargs=options.media_io_kwargs or {},
-        mm_processor_cache_gb=options.mm_processor_cache_gb,
-        allowed_media_domains=options.allowed_media_domains or [],
-        allowed_local_media_path=options.allowed_local_media_path,
-        enable_mm_embeds=options.enable_mm_embeds,
-    )
+    media = _media(options)
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     if parallel.pp > 1:
         check_stages_fit(options, speculation)
@@ -206,6 +197,19 @@ def resolve(options: EngineOptions) -> EngineConfig:
     )
     check_whole_images(config)
     return config
+
+
+def _media(options: EngineOptions) -> MediaConfig:
+    return MediaConfig.of(
+        language_model_only=options.language_model_only,
+        limit_mm_per_prompt=options.limit_mm_per_prompt or {},
+        mm_processor_kwargs=options.mm_processor_kwargs or {},
+        media_io_kwargs=options.media_io_kwargs or {},
+        mm_processor_cache_gb=options.mm_processor_cache_gb,
+        allowed_media_domains=options.allowed_media_domains or [],
+        allowed_local_media_path=options.allowed_local_media_path,
+        enable_mm_embeds=options.enable_mm_embeds,
+    )
 
 
 def _adapters(options: EngineOptions, model: ModelConfig) -> AdaptersConfig:

@@ -85,6 +85,11 @@ class VisionConfig:
         return self.output_size * (1 + len(self.deepstack_layers))
 
     @property
+    def entrance_layers(self) -> int:
+        """First language layers that a pipeline's first stage has, since features are added behind them."""
+        return max(1, len(self.deepstack_layers))
+
+    @property
     def num_elements(self) -> int:
         """Number of the tower's parameters."""
         size, merged, output = self.hidden_size, self.merged_size, self.output_size
@@ -154,14 +159,15 @@ def with_entrance(model: ModelConfig, pp: int) -> ModelConfig:
     stages."""
     if model.vision is None or model.architecture not in VISION_TOWERS:
         return model
-    count = max(1, len(_vision_of(model).deepstack_layers))
-    if count + pp - 1 > model.num_layers:
+    count = _vision_of(model).entrance_layers
+    shape = replace(model.shape, entrance_layers=count)
+    if pp > shape.most_stages:
         raise ConfigError(
             f"pipeline_parallel_size={pp} is not possible: the model's first {count} of {model.num_layers} layers add "
             "an image's features, and the first stage has them all; with language_model_only it takes text alone",
             param="pipeline_parallel_size",
         )
-    return replace(model, shape=replace(model.shape, entrance_layers=count))
+    return replace(model, shape=shape)
 
 
 def _vision_of(model: ModelConfig) -> VisionConfig:

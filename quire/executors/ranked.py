@@ -184,7 +184,8 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """First rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if the checksum of another rank differs."""
+    """First rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if the
+    checksum of another rank differs."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
         if (other.step_id, other.checksum) != (first.step_id, first.checksum):
