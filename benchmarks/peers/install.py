@@ -111,7 +111,7 @@ def install_llama_cpp(venv: Venv, jobs: int) -> None:
     build = venv.folder / "build"
     definitions = [f"-D{name}={value}" for name, value in options.items()]
     run(["cmake", "-S", str(unpacked / "vendor" / "llama.cpp"), "-B", str(build), *definitions])
-    targets = ["llama", "llama-quantize", "llama-bench", "llama-batched-bench"]
+    targets = ["llama", "mtmd", "llama-quantize", "llama-bench", "llama-batched-bench"]
     run(["cmake", "--build", str(build), f"-j{jobs}", "--target", *targets])
 
 

@@ -167,6 +167,9 @@ def plan_devices(
     `memory_utilization` of each one's memory. Raises InsufficientMemoryError."""
     shape, scheduler = cost.shape, config.scheduler
     adapters = config.adapters.slot_bytes(shape.adapter_elements)
+    tower = None
+    if cost.tower is not None:
+        tower = TowerPlan(cost.tower.weight_bytes, cost.tower.working_bytes(shape.max_model_len), None)
     specs = device_specs(shape, cost.precision.kv, cost.layout)
     groups, layers_per_group = group_layers(specs, config.cache.block_size, config.cache.state_snapshot_interval)
     budget = config.cache.memory
@@ -203,6 +206,7 @@ def plan_devices(
         layout=layout,
         num_blocks_memory=max(fitting, layout.num_usable_blocks),
         lengths=(),
+        tower=tower,
     )
     return _with_lengths(plan, lengths)
 

@@ -31,7 +31,7 @@ from quire.simulator.cost import CostModel, Precision
 from quire.simulator.exchange import ELEMENT_BYTES, RankTraffic, exchange_of
 from quire.simulator.hardware import Hardware, find, profiles
 from quire.simulator.replica import SIMULATED
-from quire.simulator.shape import built_in, find_shape
+from quire.simulator.shape import built_in, find_shape, find_vision
 from quire.utils.sizes import format_bytes, parse_bytes
 from quire.worker.platform.host_memory import available_memory
 
@@ -208,7 +208,8 @@ def _plan_for_devices(
     precision = Precision.of(shape, dtype, kv_dtype)
     is_invariant = options.batch_invariant or target.device.kind == "cpu"
     expands = expands_prompts(options, shape.attention, options.model, is_invariant=is_invariant)
-    cost = CostModel(shape, target.device, layout, precision, expands_prompts=expands)
+    vision = None if options.language_model_only else find_vision(options.model, options.revision)
+    cost = CostModel(shape, target.device, layout, precision, expands_prompts=expands, vision=vision)
     usual = USUAL_ON_CPUS if target.device.kind == "cpu" else DEFAULTS
     config = engine_settings(chosen, usual).config(cost)
     given_memory = options.kv_cache_memory is not None

@@ -164,7 +164,8 @@ class ModelShape:
     """Sizes of a model, in elements. max_model_len: positions. dtype, expert_dtype: stored types of matrices. is_tied:
     input and output embeddings are one table. embedding_width: if not `hidden`, two matrices project to `hidden` and
     back. positions: rows of a table of learned positions. num_vectors: elements of norms outside the layers. is_known:
-    False if norms and biases are guessed. draft_layers: layers of a draft head; they count as weights only."""
+    False if norms and biases are guessed. draft_layers: layers of a draft head; they count as weights only.
+    entrance_layers: first layers, which the first pipeline stage has."""
 
     name: str
     family: str
@@ -180,6 +181,7 @@ class ModelShape:
     num_vectors: int
     is_known: bool = True
     draft_layers: tuple[LayerShape, ...] = ()
+    entrance_layers: int = 1
 
     # -- layers -----------------------------------------------------------------------------------------------------
 
@@ -243,9 +245,13 @@ class ModelShape:
                     for start, (so_far, borders) in best.items()
                     if start < end
                 )
-                for end in range(stage + 1, self.num_layers + 1)
+                for end in range(stage + self.entrance_layers, self.num_layers + 1)
             }
         return tuple(range(start, end) for start, end in pairwise(best[self.num_layers][1]))
+
+    @property
+    def most_stages(self) -> int:
+        return self.num_layers - self.entrance_layers + 1
 
     def layers_per_stage(self, pp: int) -> int:
         """Number of layers of the largest of `pp` pipeline stages."""

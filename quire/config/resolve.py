@@ -58,7 +58,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.config.speculation import SpeculationConfig
 from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.config.structured_outputs import StructuredOutputsConfig
-from quire.config.vision import check_whole_images
+from quire.config.vision import check_whole_images, with_entrance
 from quire.errors import ConfigError
 from quire.utils.control_groups import usable_cores
 from quire.utils.sizes import parse_bytes
@@ -146,9 +146,11 @@ def resolve(options: EngineOptions) -> EngineConfig:
     check_prompts_dealt(options, model, speculation, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
+    media = _media(options)
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     if parallel.pp > 1:
         check_stages_fit(options, speculation)
+        model = model if media.language_model_only else with_entrance(model, parallel.pp)
         defaults = replace(
             defaults, max_num_batched_tokens=STAGED_TOKENS, queue_depth=parallel.pp, max_prefill_chunk=STAGED_CHUNK
         )
@@ -191,19 +193,23 @@ def resolve(options: EngineOptions) -> EngineConfig:
         adapters=_adapters(options, model),
         logits_processors=tuple(options.logits_processors or ()),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
-        media=MediaConfig.of(
-            language_model_only=options.language_model_only,
-            limit_mm_per_prompt=options.limit_mm_per_prompt or {},
-            mm_processor_kwargs=options.mm_processor_kwargs or {},
-            media_io_kwargs=options.media_io_kwargs or {},
-            mm_processor_cache_gb=options.mm_processor_cache_gb,
-            allowed_media_domains=options.allowed_media_domains or [],
-            allowed_local_media_path=options.allowed_local_media_path,
-            enable_mm_embeds=options.enable_mm_embeds,
-        ),
+        media=media,
     )
     check_whole_images(config)
     return config
+
+
+def _media(options: EngineOptions) -> MediaConfig:
+    return MediaConfig.of(
+        language_model_only=options.language_model_only,
+        limit_mm_per_prompt=options.limit_mm_per_prompt or {},
+        mm_processor_kwargs=options.mm_processor_kwargs or {},
+        media_io_kwargs=options.media_io_kwargs or {},
+        mm_processor_cache_gb=options.mm_processor_cache_gb,
+        allowed_media_domains=options.allowed_media_domains or [],
+        allowed_local_media_path=options.allowed_local_media_path,
+        enable_mm_embeds=options.enable_mm_embeds,
+    )
 
 
 def _adapters(options: EngineOptions, model: ModelConfig) -> AdaptersConfig:

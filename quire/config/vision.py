@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.families import VISION_CONFIG
 from quire.config.hf_json import Fields, shown
-from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
+    from quire.config.parallel import ParallelConfig
 
 ROTATED_PARTS = 4
 """Elements of a head that one frequency turns: two for a patch's row, two for its column."""
@@ -84,6 +85,11 @@ class VisionConfig:
         return self.output_size * (1 + len(self.deepstack_layers))
 
     @property
+    def entrance_layers(self) -> int:
+        """First language layers that a pipeline's first stage has, since features are added behind them."""
+        return max(1, len(self.deepstack_layers))
+
+    @property
     def num_elements(self) -> int:
         """Number of the tower's parameters."""
         size, merged, output = self.hidden_size, self.merged_size, self.output_size
@@ -124,10 +130,11 @@ class EncoderCosts:
     num_ranks: int = 1
 
     @classmethod
-    def of(cls, config: VisionConfig, text_elements: int, num_ranks: int = 1) -> EncoderCosts:
-        """Costs of `config`'s tower. text_elements: elements that a text token is multiplied by on all ranks
-        together."""
-        size, text_elements = config.hidden_size, text_elements // num_ranks
+    def of(cls, config: VisionConfig, text_elements: int, layout: ParallelConfig | None = None) -> EncoderCosts:
+        """Costs of `config`'s tower, on the first stage. text_elements: elements that a text token is multiplied by on
+        all ranks together."""
+        num_ranks, num_stages = (1, 1) if layout is None else (layout.tp, layout.pp)
+        size, text_elements = config.hidden_size, text_elements // (num_ranks * num_stages)
         return cls(
             num_layers=config.num_layers,
             cache_tokens=CACHE_BYTES // (4 * config.feature_size),
@@ -147,13 +154,34 @@ class EncoderCosts:
         return math.ceil(frames * of_frame * (self.patch_factor + seen * self.pair_factor))
 
 
+def with_entrance(model: ModelConfig, pp: int) -> ModelConfig:
+    """`model` whose layers with deep-stack features are the first stage's of `pp`. Raises ConfigError for too many
+    stages."""
+    if model.vision is None or model.architecture not in VISION_TOWERS:
+        return model
+    count = _vision_of(model).entrance_layers
+    shape = replace(model.shape, entrance_layers=count)
+    if pp > shape.most_stages:
+        raise ConfigError(
+            f"pipeline_parallel_size={pp} is not possible: the model's first {count} of {model.num_layers} layers add "
+            "an image's features, and the first stage has them all; with language_model_only it takes text alone",
+            param="pipeline_parallel_size",
+        )
+    return replace(model, shape=shape)
+
+
+def _vision_of(model: ModelConfig) -> VisionConfig:
+    assert model.vision is not None, "the model has a tower"
+    return read_vision(model.architecture, model.vision, model.hidden_size, str(model.path / "config.json"))
+
+
 def check_whole_images(config: EngineConfig) -> None:
     """Raise ConfigError for limits of a step under which a whole image would never be computed."""
     model, scheduler = config.model, config.scheduler
     kind = VISION_TOWERS.get(model.architecture)
     if model.vision is None or kind is None or not kind.is_pooled or config.media.language_model_only:
         return
-    vision = read_vision(model.architecture, model.vision, model.hidden_size, str(model.path / "config.json"))
+    vision = _vision_of(model)
     tokens, beside = vision.image_tokens, (scheduler.max_num_seqs - 1) * (1 + config.speculation.max_drafts)
     if scheduler.max_num_batched_tokens < tokens + beside:
         raise ConfigError(

@@ -102,6 +102,7 @@ class RankedExecutor:
                 result = agree(parts[-(len(parts) // self._num_stages) :])
                 if sampled is not None:
                     sampled.take(result)
+                result.encoder_seconds = max(part.encoder_seconds for part in parts)
                 result.transfers = self._transfers.reduce([part.transfers for part in parts])
                 agreed.set_result(result)
             except BaseException as error:  # the core waits for this future, so it must be completed
@@ -183,8 +184,8 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """First rank's result, with the failures of all and the slowest tower's seconds. results: from the ranks that
-    sample. Raises QuireError if the checksum of another rank differs."""
+    """First rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if the
+    checksum of another rank differs."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
         if (other.step_id, other.checksum) != (first.step_id, first.checksum):
@@ -192,7 +193,6 @@ def agree(results: Sequence[StepResult]) -> StepResult:
             raise QuireError(f"ranks 0 and {rank} disagree on the {what} of step {first.step_id}")
         if other.nonfinite != first.nonfinite:
             first.nonfinite = sorted({*first.nonfinite, *other.nonfinite})
-    first.encoder_seconds = max(each.encoder_seconds for each in results)
     return first
 
 

@@ -233,8 +233,6 @@ def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> Imag
         return NoImages()
     if media.language_model_only:
         return NoImages("the engine was started with its language model alone")
-    if config.parallel.pp > 1:
-        return NoImages("images are not passed on in pipelines so far, and this engine is one (pipeline_parallel_size)")
     from quire.multimodal.processors import has_settings, read_qwen_processor, read_square_processor
 
     settings = model.mmproj or model.path
@@ -285,7 +283,7 @@ def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
     found = image_inputs(config)
     if isinstance(found, NoImages):
         return None
-    return EncoderCosts.of(found.vision, config.model.shape.active_parameters(), config.parallel.tp)
+    return EncoderCosts.of(found.vision, config.model.shape.active_parameters(), config.parallel)
 
 
 def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, STATE_BORDER, AttentionShape, Matrix, ModelShape
 from quire.config.parallel import ParallelConfig, why_no_copies, why_not_dealt, why_prompts_not_dealt
@@ -120,7 +120,7 @@ class CostModel:
     ) -> None:
         """Cost model of a layout. expands_prompts: count a second copy of the matrices that expand latents. vision:
         loaded tower. Raises UserError for a layout that the model cannot have, or a dtype that the device lacks."""
-        self.shape = shape
+        self.shape = shape = shape if vision is None else replace(shape, entrance_layers=vision.entrance_layers)
         self.hardware = hardware
         self.layout = layout or ParallelConfig()
         self.precision = precision or Precision.of(shape)
@@ -143,11 +143,10 @@ class CostModel:
         self._constant, self._per_token, self._per_sampled = self._linear_parts()
         self._set_up_experts()
         self.tower: TowerCost | None = None
-        """Vision tower; None in pipelines."""
-        if vision is not None and self.layout.pp == 1:
-            tp = self.layout.tp
-            costs = EncoderCosts.of(vision, shape.active_parameters(), tp)
-            self.tower = TowerCost(vision, hardware, self.precision.activations, costs, self._link(tp))
+        """Vision tower, on the first stage."""
+        if vision is not None:
+            costs = EncoderCosts.of(vision, shape.active_parameters(), self.layout)
+            self.tower = TowerCost(vision, hardware, self.precision.activations, costs, self._link(self.layout.tp))
 
     # -- queries ----------------------------------------------------------------------------------------------------
 
@@ -555,8 +554,10 @@ def _check(shape: ModelShape, layout: ParallelConfig) -> None:
         reason = "pp, dcp and ep must be 1"
     if reason is not None:
         raise UserError(f"pcp={layout.pcp} is not possible: {reason}", param="pcp")
-    if layout.pp > shape.num_layers:
-        raise UserError(f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}", param="pp")
+    if layout.pp > shape.most_stages:
+        of_images = "" if shape.entrance_layers == 1 else f", whose first {shape.entrance_layers} take images' features"
+        message = f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}{of_images}"
+        raise UserError(message, param="pp")
     is_uneven = shape.experts is None or shape.experts.num_experts % layout.ep
     if layout.ep > 1 and layout.redundant_experts is None and is_uneven:
         raise UserError(f"ep={layout.ep} does not share out the experts of {shape.name}", param="ep")

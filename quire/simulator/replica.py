@@ -275,7 +275,7 @@ class Replica:
         if not request.images:
             return []
         if self._tower is None:
-            raise UserError("images need a model with a vision tower, Quire's scheduler and pp=1", param="trace")
+            raise UserError("images need a model with a vision tower and Quire's scheduler", param="trace")
         found = placed(number, request, self._tower)
         if found[0].is_whole and found[0].num_tokens >= self._max_num_tokens:
             raise UserError(f"images of {found[0].num_tokens} tokens exceed max_num_batched_tokens", param="trace")

@@ -23,9 +23,9 @@ def find_shape(name: str, revision: str | None = None) -> ModelShape:
     return read_shape(*_found(name, revision))
 
 
-def find_vision(name: str) -> VisionConfig | None:
+def find_vision(name: str, revision: str | None = None) -> VisionConfig | None:
     """Vision tower of `find_shape`'s model, if the engine runs it."""
-    values, name = _found(name, None)
+    values, name = _found(name, revision)
     own, vision = language_model(values)[0], vision_of(values)
     architecture = next(iter(own.get("architectures") or ()), "")
     if vision is None or architecture not in VISION_TOWERS:

@@ -331,9 +331,10 @@ def timed_tokens(timed_directory: Path) -> list[list[int]]:
 
 
 @pytest.mark.long
-def test_two_ranks(timed_directory: Path, timed_tokens: list[list[int]]) -> None:
-    """The parts are dealt to both."""
-    with engine(timed_directory, tensor_parallel_size=2, max_num_batched_tokens=16) as llm:
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks(timed_directory: Path, timed_tokens: list[list[int]], size: str) -> None:
+    """The parts are dealt to both, or encoded by the first stage."""
+    with engine(timed_directory, attention_backend="native", max_num_batched_tokens=16, **{size: 2}) as llm:
         assert tokens(llm, TIMED) == timed_tokens
         assert llm.stats()["encoder_seconds_total"] > 0
 
@@ -358,16 +359,6 @@ async def test_an_engine_after_one_that_was_killed_gets_the_videos_again(
         assert (await engine.stats()).prefix_cache_hits_total > 0
     finally:
         engine.shutdown()
-
-
-def test_pipelines_refuse_pictures(directory: Path) -> None:
-    """In words, and their prompts of text are taken."""
-    given = {"prompt_token_ids": [5, *MARKED], "multi_modal_data": {"video": FRAMES}}
-    refused = pytest.raises(UserError, match="multi_modal_data is not supported: images are not passed on in pipelines")
-    with engine(directory, pipeline_parallel_size=2, attention_backend="native") as llm:
-        assert len(tokens(llm, [{"prompt_token_ids": [5, 6, 7]}])[0]) == NUM_TOKENS
-        with refused:
-            tokens(llm, [given])
 
 
 def test_order_of_frames_matters(llm: LLM, model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,10 +110,23 @@ def test_memory_of_a_tower() -> None:
     assert with_tower.weight_bytes_per_device - without.weight_bytes_per_device == 2 * VISION.num_elements
 
 
-@pytest.mark.parametrize("cost", [CostModel(shape(), find("a100-40g")), cost(ParallelConfig(pp=2))])
-def test_models_without_a_tower_refuse_pictures(cost: CostModel) -> None:
+def test_models_without_a_tower_refuse_pictures() -> None:
     with pytest.raises(UserError, match="images need a model with a vision tower"):
-        simulate([TraceRequest(0.0, 100, 4, images=(CAT,))], cost, settings())
+        simulate([TraceRequest(0.0, 100, 4, images=(CAT,))], CostModel(shape(), find("a100-40g")), settings())
+
+
+def test_a_tower_on_the_first_of_two_stages() -> None:
+    """A text token costs a stage half as much, so a picture's layers count for twice as many."""
+    whole, staged = cost().tower, cost(ParallelConfig(pp=2)).tower
+    assert whole is not None
+    assert staged is not None
+    assert staged.costs.patch_factor == pytest.approx(2 * whole.costs.patch_factor)
+    found = simulate([TraceRequest(0.0, 100, 4, images=(CAT,))], cost(ParallelConfig(pp=2)), settings())
+    assert found.stats.encoded_images_total == 1
+    deep = replace(VISION, deepstack_layers=tuple(range(shape().num_layers - 1)))
+    assert len(CostModel(shape(), find("a100-40g"), ParallelConfig(pp=2), vision=deep).shape.stages(2)[1]) == 1
+    with pytest.raises(UserError, match=r"pp=3 exceeds the .* layers of .*, whose first .* take images' features"):
+        CostModel(shape(), find("a100-40g"), ParallelConfig(pp=3), vision=deep)
 
 
 def test_towers_of_checkpoints() -> None:

@@ -210,7 +210,7 @@ class CpuPlatform:
 
     def load_images(self) -> ImageOverlays | None:
         found = image_inputs(self._config)
-        if isinstance(found, NoImages):
+        if isinstance(found, NoImages) or not self.stage.is_first:
             return None
         encoder = load_vision(self._config.model, self._config.load, self._group, self._runtime)
         return ImageOverlays(encoder, found.processor, found.largest_tokens, self._group)
