@@ -551,8 +551,8 @@ def _check(shape: ModelShape, layout: ParallelConfig) -> None:
     if reason is not None:
         raise UserError(f"dcp={layout.dcp} is not possible: {reason}", param="dcp")
     reason = why_prompts_not_dealt(shape) if layout.pcp > 1 else None
-    if layout.pcp > 1 and layout.pp * layout.dcp * layout.ep > 1:
-        reason = "pp, dcp and ep must be 1"
+    if layout.pcp > 1 and (layout.pp > 1 or layout.replicas_together > 1 or layout.redundant_experts is not None):
+        reason = "pp must be 1, and each replica have experts of its own, which stay"
     if reason is not None:
         raise UserError(f"pcp={layout.pcp} is not possible: {reason}", param="pcp")
     if layout.pp > shape.num_layers:

@@ -38,18 +38,54 @@ from tests.models.test_native_ranks import SharedRank
 from tests.simulator.test_exchange import CountingRank
 
 SHARED = "prefill_context_parallel_size"
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "preempted, two steps in flight": {SHARED: 2, "queue_depth": 2},
-    "swapped": {SHARED: 2, "preemption_mode": "swap", "swap_space": "16MiB", "max_prefill_chunk": 40},
-    "three ranks of eight bits": {SHARED: 3, "kv_cache_dtype": "int8", "num_blocks_override": 300},
-    "two threads": {SHARED: 2, "num_threads": 2, "num_blocks_override": 300},
-    "tensor parallel": {SHARED: 2, "tensor_parallel_size": 2},
+NGRAMS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+DEALT = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+WHOLE = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "preempted, two steps in flight": ("qwen3", {SHARED: 2, "queue_depth": 2}),
+    "swapped": (
+        "qwen3",
+        {SHARED: 2, "preemption_mode": "swap", "swap_space": "16MiB", "max_prefill_chunk": 40},
+    ),
+    "three ranks of eight bits": ("qwen3", {SHARED: 3, "kv_cache_dtype": "int8", "num_blocks_override": 300}),
+    "two threads": ("qwen3", {SHARED: 2, "num_threads": 2, "num_blocks_override": 300}),
+    "tensor parallel": ("qwen3", {SHARED: 2, "tensor_parallel_size": 2}),
+    "latents in chunks, two steps in flight": (
+        "deepseek-v3.2",
+        {SHARED: 2, "queue_depth": 2, "max_prefill_chunk": 40},
+    ),
+    "swapped latents, two threads": (
+        "deepseek-v3",
+        {SHARED: 2, "num_threads": 2, "preemption_mode": "swap", "swap_space": "16MiB"},
+    ),
+    "latents of three ranks, weights of eight bits": (
+        "deepseek-v2",
+        {SHARED: 3, "dtype": "bfloat16", "quantization": "int8", "num_blocks_override": 300},
+    ),
+    "latents, tensor parallel": ("deepseek-v3.2", {SHARED: 2, "tensor_parallel_size": 2}),
+    "drafts": ("qwen3", {SHARED: 2, "queue_depth": 2, **NGRAMS}),
+    "a draft model": ("qwen3", {SHARED: 2, "speculative_config": {"model": "llama", "num_speculative_tokens": 3}}),
+    "whole experts": ("qwen3-moe", {SHARED: 2, **WHOLE}),
+    "whole experts beside latents": ("deepseek-v3", {SHARED: 2, **WHOLE, "expert_placement_strategy": "round_robin"}),
+    "tokens dealt": ("one key head", {SHARED: 2, **DEALT, "queue_depth": 2}),
+    "tokens dealt in runs, drafts": (
+        "one key head",
+        {SHARED: 2, **DEALT, "cp_kv_cache_interleave_size": 4, "num_blocks_override": 300, **NGRAMS},
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(randomize(qwen3()), tmp_path_factory.mktemp("qwen3"))
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    names = ("qwen3", "llama", "qwen3-moe", "deepseek-v2", "deepseek-v3", "deepseek-v3.2")
+    models = {name: FAMILIES[name] for name in names}
+    models["one key head"] = lambda: llama(hidden_size=64, num_attention_heads=8, num_key_value_heads=1)
+    return {name: save(randomize(make()), tmp_path_factory.mktemp(name)) for name, make in models.items()}
+
+
+@pytest.fixture(scope="module")
+def model_path(directories: dict[str, Path]) -> Path:
+    return directories["qwen3"]
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +130,13 @@ def results(path: Path, options: dict[str, Any]) -> tuple[Any, Any, EngineCore]:
     return results_of(make_core(configured(path, block_size=8, **options)))
 
 
-@pytest.mark.parametrize("model", all_but_long(["qwen3", "gemma3", "qwen3-moe"], ["qwen3"]))
+MODELS = ["qwen3", "gemma3", "qwen3-moe", "deepseek-v2", "deepseek-v3", "deepseek-v3.2"]
+
+
+@pytest.mark.parametrize("model", all_but_long(MODELS, ["qwen3", "deepseek-v3.2"]))
 def test_the_bits_of_one_rank(tmp_path: Path, model: str) -> None:
-    """Of ranks that exchange rows by kernels, and of one of them by torch's collectives; of norms and windows."""
+    """Of ranks that exchange rows by kernels, and of one of them by torch's collectives; of norms, windows, latents,
+    and keys that an indexer chooses."""
     config = configured(save(randomize(FAMILIES[model]()), tmp_path), block_size=8, num_blocks_override=300)
     *expected, _ = results_of(make_core(config))
     memory = allocate(_native.SharedRanks.num_bytes(2))
@@ -107,18 +147,22 @@ def test_the_bits_of_one_rank(tmp_path: Path, model: str) -> None:
     assert run_ranks(2, compute) == [[expected, expected]] * 2
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_bits_of_ranks_that_share_no_prompts(model_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", all_but_long(LAYOUTS, ["latents in chunks, two steps in flight"]))
+def test_the_bits_of_ranks_that_share_no_prompts(directories: dict[str, Path], layout: str) -> None:
     """With prefix hits, chunks beside decodes, several samples, log-probabilities of prompts and a pooled vector;
     preempted where blocks are few."""
-    options = LAYOUTS[layout]
+    model, options = LAYOUTS[layout]
+    drafts = options.get("speculative_config", {})
+    if "model" in drafts:
+        options = {**options, "speculative_config": {**drafts, "model": str(directories[drafts["model"]])}}
     alone = {name: value for name, value in options.items() if name != SHARED}
-    *expected, _ = results(model_path, alone)
-    *found, core = results(model_path, options)
+    *expected, _ = results(directories[model], alone)
+    *found, core = results(directories[model], options)
     assert found == expected
-    assert core.stats().prefix_cache_hits_total > 0
-    assert (core.stats().preemptions_total > 0) == ("num_blocks_override" not in options)
+    stats = core.stats()
+    assert stats.prefix_cache_hits_total > 0
+    assert (stats.preemptions_total > 0) == ("num_blocks_override" not in options)
+    assert (stats.accepted_draft_tokens_total > 0) == bool(drafts)
 
 
 def test_a_prompt_is_dealt(model_path: Path) -> None:
