@@ -131,9 +131,7 @@ class SharedPromptsStep(NativeAttentionStep):
         self._keys.record(LayerKeys("attention", shape.layer, ("qkv",), (), constants), [rows], width)
         if dealt is not None:
             return self.attend_dealt(dealt, heads, rows)
-        return recorder.call(
-            "attention", width, buffers={"qkv": rows, "rotation": None}, writes=False, **constants
-        )
+        return recorder.call("attention", width, buffers={"qkv": rows, "rotation": None}, writes=False, **constants)
 
     def attend_latent(
         self, shape: LatentShape, inputs: Inputs, rotation: Buffer | None, selected: Buffer | None = None

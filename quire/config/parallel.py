@@ -119,8 +119,6 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
         reason = f"one process is one rank, and there are {count}: choose 'mp' or 'ray'"
     elif asked != "uni" and is_accelerated:
         reason = "ranks run on a CPU so far: choose device='cpu'"
-    elif asked in ("ray", "external_launcher") and parallel.pcp > 1:
-        reason = "ranks exchange prompts' keys over the memory of one host: choose 'mp'"
     elif asked == "external_launcher" and parallel.pp > 1:
         reason = "an engine has all layers of its rank: choose 'mp' or 'ray', or tensor_parallel_size"
     elif asked == "external_launcher":
@@ -283,7 +281,6 @@ def check_prompts_dealt(
     if count == 1:
         return
     refused = (
-        (options.pipeline_parallel_size > 1, "pipeline_parallel_size sends whole steps from stage to stage"),
         (backend != "native", f"attention_backend={backend!r} attends to the rows of one rank"),
         (model.expands_prompts, "expanded latents are those of whole prompts: choose mla_prompt='absorbed'"),
         (model.is_encoder, f"{model.architecture} attends in both directions"),

@@ -32,7 +32,7 @@ from tests.fakes.masks import AllowedByPosition
 from tests.fakes.ranks import ThreadRank, run_ranks
 from tests.long import all_but_long
 from tests.models.encoders import SMALL
-from tests.models.families import FAMILIES, llama, qwen3
+from tests.models.families import FAMILIES, llama
 from tests.models.harness import randomize, save
 from tests.models.test_native_ranks import SharedRank
 from tests.simulator.test_exchange import CountingRank
@@ -68,6 +68,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole experts": ("qwen3-moe", {SHARED: 2, **WHOLE}),
     "whole experts beside latents": ("deepseek-v3", {SHARED: 2, **WHOLE, "expert_placement_strategy": "round_robin"}),
     "tokens dealt": ("one key head", {SHARED: 2, **DEALT, "queue_depth": 2}),
+    "stages": ("qwen3", {SHARED: 2, "pipeline_parallel_size": 2, "max_prefill_chunk": 40}),
+    "stages of latents": ("deepseek-v3.2", {SHARED: 2, "pipeline_parallel_size": 2}),
     "tokens dealt in runs, drafts": (
         "one key head",
         {SHARED: 2, **DEALT, "cp_kv_cache_interleave_size": 4, "num_blocks_override": 300, **NGRAMS},
