@@ -34,6 +34,7 @@ from tests.long import all_but_long
 from tests.models.encoders import SMALL
 from tests.models.families import FAMILIES, llama
 from tests.models.harness import randomize, save
+from tests.models.head_twins import saved
 from tests.models.test_native_ranks import SharedRank
 from tests.simulator.test_exchange import CountingRank
 
@@ -167,10 +168,11 @@ def test_the_bits_of_ranks_that_share_no_prompts(directories: dict[str, Path], l
     assert (stats.accepted_draft_tokens_total > 0) == bool(drafts)
 
 
-def test_a_prompt_is_dealt(model_path: Path) -> None:
-    """Each rank gives the keys and values of half of a prompt's tokens, and one row of hidden states behind the last
-    layer: the bytes that `quire plan` states. Decodes give nothing."""
-    config = configured(model_path)
+@pytest.mark.parametrize("model", ["qwen3", "deepseek-v3.2"])
+def test_a_prompt_is_dealt(directories: dict[str, Path], model: str) -> None:
+    """Each rank gives the keys and values, or latents and an indexer's keys, of half of a prompt's tokens, and one row
+    of hidden states behind the last layer: the bytes that `quire plan` states. Decodes give nothing."""
+    config = configured(directories[model])
     expected = exchange_of(config.model.shape, ParallelConfig(pcp=2)).prompt
     request = EngineRequest(
         request_id="0",
@@ -198,20 +200,7 @@ def test_a_prompt_is_dealt(model_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no rank": ({SHARED: 0}, "prefill_context_parallel_size must be at least 1"),
     "many ranks": ({SHARED: 32, "tensor_parallel_size": 4}, "must be at most 64, not 128"),
-    "stages": ({SHARED: 2, "pipeline_parallel_size": 2}, "pipeline_parallel_size sends whole steps"),
-    "tokens dealt": (
-        {SHARED: 2, "tensor_parallel_size": 4, "decode_context_parallel_size": 2},
-        "decode_context_parallel_size leaves no rank with all keys",
-    ),
-    "drafts": (
-        {SHARED: 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        "speculative_config needs the rows of all tokens",
-    ),
     "plain torch": ({SHARED: 2, "attention_backend": "torch"}, "attends to the rows of one rank"),
-    "launcher": (
-        {SHARED: 2, "distributed_executor_backend": "external_launcher"},
-        "over the memory of one host: choose 'mp'",
-    ),
     "one process": ({SHARED: 2, "distributed_executor_backend": "uni"}, "one process is one rank"),
 }
 
@@ -229,17 +218,26 @@ def test_what_is_refused(wide_path: Path, case: str) -> None:
         configured(wide_path, **options)
 
 
-MODELS = {
-    "deepseek-v2": "keys and values alone, and .* has others .latent.",
-    "qwen3-next": "keys and values alone, and .* has others .state.",
+OF_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "states": ("qwen3-next", {}, "states would wait for those of the tokens before"),
+    "expanded latents": ("deepseek-v3", {"mla_prompt": "expanded"}, "choose mla_prompt='absorbed'"),
+    "moving experts": ("qwen3-moe", {**WHOLE, "enable_eplb": True}, "enable_eplb needs the rows of all tokens"),
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_are_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("case", OF_MODELS)
+def test_models_that_are_refused(tmp_path: Path, case: str) -> None:
+    name, options, message = OF_MODELS[case]
     path = save(randomize(FAMILIES[name]()), tmp_path)
-    with pytest.raises(ConfigError, match=f"{SHARED}=2 is not possible: .*{MODELS[name]}"):
-        configured(path, **{SHARED: 2})
+    with pytest.raises(ConfigError, match=f"{SHARED}=2 is not possible: .*{message}"):
+        configured(path, **{SHARED: 2}, **options)
+
+
+def test_heads_are_refused(tmp_path: Path) -> None:
+    saved("deepseek-v3", tmp_path)
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    with pytest.raises(ConfigError, match=f"{SHARED}=2 is not possible: .*'mtp' reads hidden states of all tokens"):
+        configured(tmp_path, speculative_config=drafts, **{SHARED: 2})
 
 
 def test_encoders_are_refused(tmp_path: Path) -> None:
