@@ -11,7 +11,6 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from quire.clock import VirtualClock
 from quire.config.engine import EngineConfig
-from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.errors import ConfigError
@@ -20,6 +19,7 @@ from quire.executors.interface import Executor
 from quire.executors.local import LocalExecutor
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import allocate
+from quire.parallel.mesh import Mesh
 from quire.parallel.single import SINGLE_RANK
 from quire.parallel.stage import WHOLE_MODEL
 from quire.request import EngineRequest
@@ -29,7 +29,7 @@ from quire.worker.platform.cpu import CpuPlatform
 from tests.engine.test_pooling_models import save_encoder
 from tests.executors.test_multiprocess import configured, everything, pool
 from tests.fakes.masks import AllowedByPosition
-from tests.fakes.ranks import ThreadRank, run_ranks
+from tests.fakes.ranks import Exchange, ThreadRank, run_ranks
 from tests.long import all_but_long
 from tests.models.encoders import SMALL
 from tests.models.families import FAMILIES, llama
@@ -117,9 +117,9 @@ def make_core(config: EngineConfig, executor: Executor | None = None) -> EngineC
     return EngineCore(config, executor or make_executor(config), VirtualClock(), masks=AllowedByPosition())
 
 
-def in_thread(config: EngineConfig, group: Any) -> EngineCore:
+def in_thread(config: EngineConfig, group: Any, layers: Any = SINGLE_RANK) -> EngineCore:
     """Engine of one rank, which plans as the others do."""
-    return make_core(config, LocalExecutor(config, CpuPlatform(config, SINGLE_RANK, WHOLE_MODEL, group)))
+    return make_core(config, LocalExecutor(config, CpuPlatform(config, layers, WHOLE_MODEL, group)))
 
 
 def results_of(core: EngineCore) -> tuple[Any, Any, EngineCore]:
@@ -168,12 +168,24 @@ def test_the_bits_of_ranks_that_share_no_prompts(directories: dict[str, Path], l
     assert (stats.accepted_draft_tokens_total > 0) == bool(drafts)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "deepseek-v3.2"])
-def test_a_prompt_is_dealt(directories: dict[str, Path], model: str) -> None:
+COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "keys and values": ("qwen3", {}),
+    "latents": ("deepseek-v3.2", {}),
+    "tensor parallel": ("qwen3", {"tensor_parallel_size": 2}),
+    "latents, tensor parallel": ("deepseek-v3.2", {"tensor_parallel_size": 2}),
+    "whole experts": ("qwen3-moe", WHOLE),
+    "tokens dealt": ("one key head", DEALT),
+}
+
+
+@pytest.mark.parametrize("layout", COUNTED)
+def test_a_prompt_is_dealt(directories: dict[str, Path], layout: str) -> None:
     """Each rank gives the keys and values, or latents and an indexer's keys, of half of a prompt's tokens, and one row
-    of hidden states behind the last layer: the bytes that `quire plan` states. Decodes give nothing."""
-    config = configured(directories[model])
-    expected = exchange_of(config.model.shape, ParallelConfig(pcp=2)).prompt
+    of hidden states behind the last layer: the bytes that `quire plan` states. Decodes give nothing but sums."""
+    model, options = COUNTED[layout]
+    config = configured(directories[model], **{SHARED: 2}, **options)
+    expected, mesh = exchange_of(config.model.shape, config.parallel), Mesh(config.parallel)
+    exchanges = {group: Exchange(2) for kind in ("tp", "pcp") for group in mesh.groups(kind)}
     request = EngineRequest(
         request_id="0",
         prompt_token_ids=list(range(64)),
@@ -182,19 +194,26 @@ def test_a_prompt_is_dealt(directories: dict[str, Path], model: str) -> None:
         seed=0,
     )
 
-    def compute(rank: ThreadRank) -> tuple[list[int], int]:
-        group: Any = CountingRank(rank)
-        core = in_thread(config, group)
+    def compute(rank: ThreadRank) -> tuple[list[int], int, int]:
+        place = mesh.place(rank.rank)
+        shared, layers = (
+            CountingRank(ThreadRank(exchanges[mesh.group_of(rank.rank, kind)], number))
+            for kind, number in (("pcp", place.pcp), ("tp", place.tp))
+        )
+        core = in_thread(config, shared, layers if config.parallel.tp > 1 else SINGLE_RANK)
         core.handle(AddRequest(request))
         tokens: list[int] = []
+        of_decodes = 0
         while core.has_work:
+            before, is_decode = layers.num_bytes, bool(tokens)
             tokens += [token for update in core.step().updates for token in update.new_token_ids]
+            of_decodes += is_decode * (layers.num_bytes - before)
         core.shutdown()
-        return tokens, group.num_bytes
+        return tokens, shared.num_bytes, of_decodes
 
-    (tokens, first), (others, second) = run_ranks(2, compute)
-    assert tokens == others
-    assert first == second == 32 * expected + torch.float32.itemsize * config.model.hidden_size
+    found = run_ranks(mesh.num_ranks, compute)
+    of_prompt = 32 * expected.prompt + torch.float32.itemsize * config.model.hidden_size
+    assert found == [(found[0][0], of_prompt, 2 * expected.within)] * mesh.num_ranks
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
