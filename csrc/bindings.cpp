@@ -308,7 +308,7 @@ void bind_program(nb::module_& module) {
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
              int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t rank, int64_t rope_dim, float scale,
              const Ref& rotation, const Ref& query, const Ref& turned_query, const Ref& latent, const Ref& turned_key,
-             const Ref& out, int64_t top, const Ref& selected) {
+             const Ref& out, int64_t top, const Ref& selected, bool writes) {
             LatentArgs args;
             args.group = group;
             args.cache = cache;
@@ -328,24 +328,26 @@ void bind_program(nb::module_& module) {
             args.out = out;
             args.top = top;
             args.selected = selected;
+            args.writes = writes;
+            args.attends = out.present();
             program.add(args);
           },
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a, "rank"_a,
           "rope_dim"_a, "scale"_a, "rotation"_a, "query"_a, "turned_query"_a, "latent"_a, "turned_key"_a, "out"_a,
-          "top"_a, "selected"_a)
+          "top"_a, "selected"_a, "writes"_a = true)
       .def(
           "select_keys",
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
              int64_t num_blocks, int64_t block_size, int64_t latent_width, int64_t num_heads, int64_t dim,
              int64_t rope_dim, int64_t top, float scale, const Ref& rotation, const Ref& query, const Ref& key,
-             const Ref& weights, const Ref& out) {
+             const Ref& weights, const Ref& out, bool writes) {
             program.add(IndexArgs{group, cache, reinterpret_cast<std::byte*>(pages), block_bytes, num_blocks,
-                                  block_size, latent_width, num_heads, dim, rope_dim, top, scale, rotation, query, key,
-                                  weights, out});
+                                  block_size, latent_width, num_heads, dim, rope_dim, top, scale, writes, out.present(),
+                                  rotation, query, key, weights, out});
           },
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "latent_width"_a,
           "num_heads"_a, "dim"_a, "rope_dim"_a, "top"_a, "scale"_a, "rotation"_a, "query"_a, "key"_a, "weights"_a,
-          "out"_a)
+          "out"_a, "writes"_a = true)
       .def(
           "heads",
           [](Program& program, std::vector<PackedWeight> weights, const Ref& x, const Ref& out) {

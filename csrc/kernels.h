@@ -373,6 +373,8 @@ struct LatentArgs {
   int64_t rank = 0;      // elements of the compressed part, which is the value
   int64_t rope_dim = 0;  // of the rotated part, which follows it in a key
   float scale = 1;
+  bool writes = true;    // the rows' vectors, to their slots
+  bool attends = true;   // over what the pages then hold
   Ref rotation;          // as RotationArgs::out, of rope_dim elements; absent: nothing is rotated
   Ref query;             // [rows, num_heads * rank]
   Ref turned_query;      // [rows, num_heads * rope_dim]; changed in place
@@ -407,6 +409,8 @@ struct IndexArgs {
   int64_t rope_dim = 0;      // of their first elements, which are rotated
   int64_t top = 0;           // keys that are chosen
   float scale = 1;
+  bool writes = true;   // the rows' keys, to their slots
+  bool selects = true;  // of the keys that the pages then hold
   Ref rotation;  // as RotationArgs::out, of rope_dim elements; absent: nothing is rotated
   Ref query;     // [rows, num_heads * dim]; changed in place
   Ref key;       // [rows, dim]; changed in place

@@ -270,7 +270,8 @@ void Program::add(LatentArgs args) {
     throw std::invalid_argument("latents of a width or type that the kernels do not compute");
   args.precision = precision_;
   latent_.push_back(args);
-  ops_.emplace_back(Call<LatentArgs>{kernels_.latent.prepare, args});
+  if (args.writes) ops_.emplace_back(Call<LatentArgs>{kernels_.latent.prepare, args});
+  if (!args.attends) return;
   ops_.emplace_back(Call<LatentArgs>{kernels_.latent.attend, args});
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.latent.attend_scratch(args, pool_->threads()));
 }
@@ -282,8 +283,8 @@ void Program::add(const IndexArgs& args) {
       args.top < 1 || args.top > kMaxIndexTop || (args.cache != CacheType::kF32 && args.cache != CacheType::kBF16))
     throw std::invalid_argument("an indexer of a width or type that the kernels do not compute");
   index_.push_back(args);
-  ops_.emplace_back(Call<IndexArgs>{kernels_.index.prepare, args});
-  ops_.emplace_back(Call<IndexArgs>{kernels_.index.select, args});
+  if (args.writes) ops_.emplace_back(Call<IndexArgs>{kernels_.index.prepare, args});
+  if (args.selects) ops_.emplace_back(Call<IndexArgs>{kernels_.index.select, args});
 }
 
 void Program::add(HeadsArgs args) {

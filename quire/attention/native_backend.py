@@ -78,7 +78,7 @@ class NativeAttention:
         query_norm, key_norm = (0 if norm is None else address_of(norm.weight) for norm in norms)
         return {
             **self._page_constants(layer.layer),
-            "num_heads": layer.num_heads,
+            "num_heads": layer.num_heads * (1 if self.dealt is None else self.dealt.deal.num_ranks),
             "num_kv_heads": layer.num_kv_heads,
             "head_dim": layer.head_dim,
             "scale": layer.stored_scale,
@@ -143,7 +143,7 @@ class RecordedAttention(AttentionStep):
     def attend(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
         qkv.recorder.keep.append(heads)
         if self.backend.dealt is not None:
-            return self._attend_dealt(self.backend.dealt, heads, qkv, rotation)
+            return self.attend_dealt(self.backend.dealt, heads, self.write_rows(heads, qkv, rotation))
         return qkv.recorder.call(
             "attention",
             heads.shape.num_heads * heads.shape.head_dim,
@@ -151,12 +151,24 @@ class RecordedAttention(AttentionStep):
             **self.backend.head_constants(heads, rotation),
         )
 
-    def _attend_dealt(self, dealt: DealtTokens, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
-        recorder, native, count = qkv.recorder, dealt.group.native, dealt.deal.num_ranks
+    def write_rows(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
+        """Record norms and rotation of rows, in place, and the write of their keys and values, without attention."""
+        return qkv.recorder.call(
+            "attention",
+            qkv.width,
+            over=qkv,
+            in_place=True,
+            output="qkv",
+            buffers={"rotation": rotation, "out": None},
+            query_heads=heads.shape.num_heads,
+            **self.backend.head_constants(heads, rotation),
+        )
+
+    def attend_dealt(self, dealt: DealtTokens, heads: HeadWeights, rows: Buffer) -> Buffer:
+        """Record attention of written rows over all ranks' tokens."""
+        recorder, native, count = rows.recorder, dealt.group.native, dealt.deal.num_ranks
         num_heads, dim = heads.shape.num_heads, heads.shape.head_dim
         own, every = num_heads * dim, count * num_heads * dim
-        constants = {**self.backend.head_constants(heads, rotation), "num_heads": count * num_heads}
-        rows = write_rows(heads, qkv, rotation, constants)
         if native is None:
             queries = recorder.call_torch(partial(dealt.gather, own), every, [rows])
         else:
@@ -167,7 +179,7 @@ class RecordedAttention(AttentionStep):
             buffers={"qkv": queries, "rotation": None},
             writes=False,
             parts=True,
-            **constants | {"rotary_dim": 0},
+            **self.backend.head_constants(heads),
         )
         if native is None:
             return recorder.call_torch(partial(dealt.merge, num_heads, dim), own, [parts])
@@ -199,20 +211,6 @@ class RecordedAttention(AttentionStep):
             buffers={"query": query, "key": key, "weights": weights, "rotation": rotation},
             **self.backend.index_constants(shape),
         )
-
-
-def write_rows(heads: HeadWeights, qkv: Buffer, rotation: Buffer | None, constants: dict[str, Any]) -> Buffer:
-    """Record norms and rotation of rows, in place, and the write of their keys and values, without attention."""
-    return qkv.recorder.call(
-        "attention",
-        qkv.width,
-        over=qkv,
-        in_place=True,
-        output="qkv",
-        buffers={"rotation": rotation, "out": None},
-        query_heads=heads.shape.num_heads,
-        **constants,
-    )
 
 
 class NativeAttentionStep(RecordedAttention):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.attention.native_backend import NativeAttention, NativeAttentionStep, write_rows
-from quire.kernels.arguments import HeadWeights
+from quire.attention.native_backend import Inputs, NativeAttention, NativeAttentionStep
+from quire.kernels.arguments import HeadWeights, IndexShape, LatentShape
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedProgram, Recorder, rounded_rows
 from quire.kernels.cpu.runtime import NativeRuntime
@@ -49,14 +50,39 @@ class RowExchange:
         return torch.cat(parts, out=out)
 
 
+class LayerKeys(NamedTuple):
+    """Kernel that writes a layer's keys. rows: parameters of what it writes; it may change the last one in place.
+    absent: parameters that prepared rows go without."""
+
+    kernel: str
+    layer: int
+    rows: tuple[str, ...]
+    absent: tuple[str, ...]
+    constants: dict[str, Any]
+
+    def write(self, rows: Sequence[Buffer], **beside: Buffer | None) -> Buffer:
+        """Record the write alone. beside: parameters that are not absent. Returns the last rows."""
+        *before, last = rows
+        absent = dict.fromkeys((*self.absent, "rotation", "out"))
+        return last.recorder.call(
+            self.kernel,
+            last.width,
+            over=last,
+            in_place=True,
+            output=self.rows[-1],
+            buffers={**absent, **dict(zip(self.rows, before, strict=False)), **beside},
+            **self.constants,
+        )
+
+
 class KeyExchange:
-    """Writes the keys and values of other ranks' rows to this rank's cache, layer by layer."""
+    """Writes the keys of other ranks' rows to this rank's cache, layer by layer."""
 
     def __init__(self, backend: NativeAttention, rows: RowExchange, runtime: NativeRuntime) -> None:
         self.backend = backend
         self.rows = rows
         self._runtime = runtime
-        self._programs: dict[int, RecordedProgram] = {}
+        self._programs: dict[tuple[str, int], RecordedProgram] = {}
         self._counts: Sequence[int] = ()
         self._plans: Sequence[_native.AttentionPlan] = ()
         self._batch: AttentionBatch | None = None
@@ -66,32 +92,25 @@ class KeyExchange:
         other ranks, in rank order."""
         self._counts, self._batch, self._plans = counts, others, self.backend.plan_beside(others)
 
-    def exchange(self, heads: HeadWeights, qkv: torch.Tensor) -> torch.Tensor:
-        """Give this rank's keys and values, and write the others', in each layer. qkv: this rank's prepared rows;
-        returns a column of them."""
-        shape = heads.shape
-        found = self.rows.others(qkv[:, shape.num_heads * shape.head_dim :], self._counts)
-        num_rows = len(found)
-        program = self._programs.get(shape.layer)
-        if program is None or program.max_rows < num_rows:
-            program = self._programs[shape.layer] = self._record(heads, found.shape[1], num_rows)
-        program.run(num_rows, plans=self._plans, externals=[found])
-        return qkv[:, :1]
+    def record(self, keys: LayerKeys, rows: Sequence[Buffer], first_column: int = 0) -> None:
+        """Record an exchange of prepared rows (`LayerKeys.rows`), the first of them from a column on."""
+        rows[0].recorder.call_torch(partial(self._exchange, keys, first_column), 1, rows)
 
-    def _record(self, heads: HeadWeights, width: int, num_rows: int) -> RecordedProgram:
-        recorder = Recorder()
-        rows = recorder.external(width, width)
-        written = recorder.call(
-            "attention",
-            width,
-            over=rows,
-            in_place=True,
-            output="qkv",
-            buffers={"rotation": None, "out": None},
-            **self.backend.head_constants(heads) | PREPARED,
-        )
-        recorder.redirect(written, rows)
-        return recorder.finish_program(written, self._runtime, rounded_rows(num_rows))
+    def _exchange(self, keys: LayerKeys, first_column: int, *prepared: torch.Tensor) -> torch.Tensor:
+        parts = [prepared[0][:, first_column:], *prepared[1:]]
+        widths = [each.shape[1] for each in parts]
+        found = self.rows.others(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), self._counts)
+        num_rows, place = len(found), (keys.kernel, keys.layer)
+        program = self._programs.get(place)
+        if program is None or program.max_rows < num_rows:
+            recorder = Recorder()
+            rows = [recorder.external(width, sum(widths)) for width in widths]
+            written = keys.write(rows)
+            recorder.redirect(written, rows[-1])
+            program = recorder.finish_program(written, self._runtime, rounded_rows(num_rows))
+            self._programs[place] = program
+        program.run(num_rows, plans=self._plans, externals=found.split(widths, dim=1))
+        return prepared[0][:, :1]
 
 
 class SharedPromptsStep(NativeAttentionStep):
@@ -105,15 +124,32 @@ class SharedPromptsStep(NativeAttentionStep):
         self._keys = keys
 
     def attend(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
-        recorder, shape = qkv.recorder, heads.shape
+        recorder, shape, dealt = qkv.recorder, heads.shape, self.backend.dealt
         recorder.keep.append(heads)
-        constants = self.backend.head_constants(heads, rotation)
-        rows = write_rows(heads, qkv, rotation, constants)
-        recorder.call_torch(partial(self._keys.exchange, heads), 1, [rows])
-        return recorder.call(
-            "attention",
-            shape.num_heads * shape.head_dim,
-            buffers={"qkv": rows, "rotation": None},
-            writes=False,
-            **constants | PREPARED,
-        )
+        rows, width = self.write_rows(heads, qkv, rotation), shape.num_heads * shape.head_dim
+        constants = self.backend.head_constants(heads, rotation) | PREPARED
+        self._keys.record(LayerKeys("attention", shape.layer, ("qkv",), (), constants), [rows], width)
+        if dealt is not None:
+            return self.attend_dealt(dealt, heads, rows)
+        return recorder.call("attention", width, buffers={"qkv": rows, "rotation": None}, writes=False, **constants)
+
+    def attend_latent(
+        self, shape: LatentShape, inputs: Inputs, rotation: Buffer | None, selected: Buffer | None = None
+    ) -> Buffer:
+        query, turned_query, latent, turned_key = inputs
+        constants = self.backend.latent_constants(shape)
+        absent = ("query", "turned_query", "selected")
+        keys = LayerKeys("latent", shape.layer, ("latent", "turned_key"), absent, constants)
+        turned_key = keys.write([latent, turned_key], turned_query=turned_query, rotation=rotation)
+        self._keys.record(keys, [latent, turned_key])
+        buffers = {"query": query, "turned_query": turned_query, "selected": selected}
+        buffers |= dict.fromkeys((*keys.rows, "rotation"))
+        return query.recorder.call("latent", query.width, buffers=buffers, writes=False, **constants)
+
+    def select_keys(self, shape: IndexShape, inputs: tuple[Buffer, Buffer, Buffer], rotation: Buffer | None) -> Buffer:
+        query, key, weights = inputs
+        constants = self.backend.index_constants(shape)
+        keys = LayerKeys("select_keys", shape.layer, ("key",), ("query", "weights"), constants)
+        self._keys.record(keys, [keys.write([key], query=query, rotation=rotation)])
+        buffers: dict[str, Buffer | None] = {"query": query, "weights": weights, "key": None, "rotation": None}
+        return query.recorder.call("select_keys", shape.top, buffers=buffers, writes=False, **constants)

@@ -119,8 +119,6 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
         reason = f"one process is one rank, and there are {count}: choose 'mp' or 'ray'"
     elif asked != "uni" and is_accelerated:
         reason = "ranks run on a CPU so far: choose device='cpu'"
-    elif asked in ("ray", "external_launcher") and parallel.pcp > 1:
-        reason = "ranks exchange prompts' keys over the memory of one host: choose 'mp'"
     elif asked == "external_launcher" and parallel.pp > 1:
         reason = "an engine has all layers of its rank: choose 'mp' or 'ray', or tensor_parallel_size"
     elif asked == "external_launcher":
@@ -283,13 +281,15 @@ def check_prompts_dealt(
     if count == 1:
         return
     refused = (
-        (options.pipeline_parallel_size > 1, "pipeline_parallel_size sends whole steps from stage to stage"),
-        (options.decode_context_parallel_size > 1, "decode_context_parallel_size leaves no rank with all keys"),
         (backend != "native", f"attention_backend={backend!r} attends to the rows of one rank"),
+        (model.expands_prompts, "expanded latents are those of whole prompts: choose mla_prompt='absorbed'"),
         (model.is_encoder, f"{model.architecture} attends in both directions"),
-        (speculation.max_drafts > 0, f"{SPECULATION} needs the rows of all tokens on one rank"),
-        (options.enable_expert_parallel, "enable_expert_parallel exchanges the rows of whole steps"),
+        (
+            speculation.has_layers and speculation.method != "draft_model",
+            f"{SPECULATION}.method {speculation.method!r} reads hidden states of all tokens on one rank",
+        ),
         (options.expert_counts, "expert_counts needs the rows of all tokens on one rank"),
+        (options.enable_eplb, "enable_eplb needs the rows of all tokens on one rank"),
         (model.vision is not None and not options.language_model_only, "images are put into the rows of one rank"),
     )
     reason = next((reason for is_on, reason in refused if is_on), None) or why_prompts_not_dealt(model.shape)
@@ -300,10 +300,8 @@ def check_prompts_dealt(
 
 def why_prompts_not_dealt(shape: ModelShape) -> str | None:
     """Reason why ranks cannot compute a part of a prompt's tokens each; None: they can."""
-    others = {layer.attention.kind for layer in shape.layers} - {"full", "sliding", "chunked", "none"}
-    if others:
-        found = ", ".join(sorted(others))
-        return f"prompts are dealt in layers with keys and values alone, and {shape.name} has others ({found})"
+    if any(layer.attention.kind == "state" for layer in shape.layers):
+        return f"a rank's states would wait for those of the tokens before, and {shape.name} has layers with states"
     return None
 
 

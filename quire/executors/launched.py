@@ -24,6 +24,8 @@ from quire.kv_cache.spec import LayerSpec
 from quire.parallel.choice import join_group
 from quire.parallel.hosts import own_address, shared_memory
 from quire.parallel.interface import ProcessGroup
+from quire.parallel.mesh import Mesh
+from quire.parallel.single import SINGLE_RANK
 from quire.parallel.torch_dist import LOOPBACK, NetworkMeeting
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan
@@ -62,8 +64,8 @@ class LaunchedRank(LocalExecutor):
     def __init__(self, config: EngineConfig) -> None:
         """Return when all ranks have met. Raises ConfigError if the launcher started another number of processes than
         there are ranks."""
-        sums, self._agreement = _join(config)
-        super().__init__(config, make_platform(config, sums))
+        layers, prompts, self._agreement = _join(config)
+        super().__init__(config, make_platform(config, layers, sharing=prompts))
         self.agreed_clock = AgreedClock(self._agreement, SystemClock())
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -92,8 +94,8 @@ class LaunchedRank(LocalExecutor):
         return [decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup]:
-    """Two groups, for two threads: one for the layers' sums, one for agreements of the engines."""
+def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup, ProcessGroup]:
+    """Groups for the layers' sums, for shared prompts and, on another thread, for agreements of the engines."""
     library: Any = torch.distributed
     try:
         store, rank, size = next(library.rendezvous("env://"))
@@ -105,8 +107,8 @@ def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup]:
         ) from None
     if size != config.parallel.num_devices:
         raise ConfigError(
-            f"{OPTION}='external_launcher': the launcher has started {size} processes, and tensor_parallel_size is "
-            f"{config.parallel.tp}",
+            f"{OPTION}='external_launcher': the launcher has started {size} processes, and tensor_parallel_size times "
+            f"prefill_context_parallel_size is {config.parallel.num_devices}",
             param=OPTION,
         )
     number = store.add(f"quire: engines of rank {rank}", 1)  # a program may make several engines, one after the other
@@ -119,5 +121,12 @@ def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup]:
     def meeting(name: str) -> NetworkMeeting:
         return NetworkMeeting(library.PrefixStore(name, store), address)
 
-    sums = join_group(config.device.collectives if is_one_host else BETWEEN_HOSTS, meeting("sums"), rank, size)
-    return sums, join_group(BETWEEN_HOSTS, meeting("agreement"), rank, size)
+    collectives = config.device.collectives if is_one_host else BETWEEN_HOSTS
+    place, sizes = Mesh(config.parallel).place(rank), config.parallel
+    layers: ProcessGroup = SINGLE_RANK
+    prompts: ProcessGroup = SINGLE_RANK
+    if sizes.tp > 1:
+        layers = join_group(collectives, meeting(f"layers {place.pcp}"), place.tp, sizes.tp)
+    if sizes.pcp > 1:
+        prompts = join_group(collectives, meeting(f"prompts {place.tp}"), place.pcp, sizes.pcp)
+    return layers, prompts, join_group(BETWEEN_HOSTS, meeting("agreement"), rank, size)

@@ -166,13 +166,11 @@ class CostModel:
         micro-batches; a single step takes (m + pp - 1) times the longest stage, with the best m. overlapped: the next
         step follows at once, so a step takes m >= pp stages."""
         pp = self.layout.pp
-        if self.layout.pcp > 1 and work.num_chunks:
-            return self._stage_seconds(self._dealt(work)) + self._shared_keys(work)
         if pp == 1:
-            return self._stage_seconds(work)
+            return self._longest_stage(work)
         best = float("inf")
         for m in range(1, max(1, min(pp, work.num_sequences)) + 1):
-            stage = self._stage_seconds(_share(work, m))
+            stage = self._longest_stage(_share(work, m))
             best = min(best, stage * (max(m, pp) if overlapped else m + pp - 1))
         return best
 
@@ -181,6 +179,11 @@ class CostModel:
         if self.layout.pcp > 1 and work.num_chunks:
             return self._stage_breakdown(self._dealt(work)) | {"shared keys": self._shared_keys(work)}
         return self._stage_breakdown(work)
+
+    def _longest_stage(self, work: StepWork) -> float:
+        if self.layout.pcp > 1 and work.num_chunks:
+            return self._stage_seconds(self._dealt(work)) + self._shared_keys(work)
+        return self._stage_seconds(work)
 
     def _stage_breakdown(self, work: StepWork) -> dict[str, float]:
         tokens, sampled, seconds = work.num_tokens, work.num_sampled, dict[str, float]()
@@ -229,12 +232,13 @@ class CostModel:
         )
 
     def _shared_keys(self, work: StepWork) -> float:
-        """Seconds in which a group gets the keys and values of a step's other rows, and hidden states once."""
+        """Seconds in which a group gets the keys of a step's other rows in a stage's layers, and hidden states once."""
         layout = self.layout
         latency, link = self._link(layout.tp * layout.pcp)
         others = work.num_tokens - work.num_tokens // layout.pcp
-        row = self.shape.kv_elements(layout.tp) * self._row_size
-        return (self.shape.num_layers + 1) * latency + others * row / link
+        layers = -(-self.shape.num_layers // layout.pp)
+        row = self.shape.kv_elements(layout.tp) * self._row_size * layers / self.shape.num_layers
+        return (layers + 1) * latency + others * row / link
 
     @property
     def _expansion(self) -> int:
@@ -550,8 +554,8 @@ def _check(shape: ModelShape, layout: ParallelConfig) -> None:
     if reason is not None:
         raise UserError(f"dcp={layout.dcp} is not possible: {reason}", param="dcp")
     reason = why_prompts_not_dealt(shape) if layout.pcp > 1 else None
-    if layout.pcp > 1 and layout.pp * layout.dcp * layout.ep > 1:
-        reason = "pp, dcp and ep must be 1"
+    if layout.pcp > 1 and (layout.replicas_together > 1 or layout.redundant_experts is not None):
+        reason = "each replica must have experts of its own, which stay"
     if reason is not None:
         raise UserError(f"pcp={layout.pcp} is not possible: {reason}", param="pcp")
     if layout.pp > shape.most_stages:

@@ -145,7 +145,7 @@ class Worker:
             if config.cache.offload_dir is not None:
                 code, host_pages = self.platform.code_identity(), self._host_pool.pages
                 self._connector = offload_worker(config, layout, code, host_pages, self._transfers)
-        tables = BlockTables(table_shapes(layout), num_rows, model.max_model_len)
+        tables = BlockTables(table_shapes(layout, self.platform.deal), num_rows, model.max_model_len)
         sampling = SamplingRows(num_rows, make_processors(config))
         values = ColumnValues(self._columns, self._model.columns, num_rows)
         compute = self.platform.make_compute(self._model, layout, pages, tables, sampling, values)

@@ -39,9 +39,9 @@ def make_requests(count: int) -> tuple[list[dict[str, list[int]]], list[Sampling
     return prompts, params
 
 
-def main(model: str, directory: str, num_requests: int, slow_rank: int, unlike_rank: int) -> None:
-    """directory: of a file for each rank. slow_rank: takes its time over some steps. unlike_rank: gives its engine
-    another request. -1: none."""
+def main(model: str, directory: str, size: str, num_requests: int, slow_rank: int, unlike_rank: int) -> None:
+    """directory: of a file for each rank. size: option that is 2. slow_rank: takes its time over some steps.
+    unlike_rank: gives its engine another request. -1: none."""
     rank = int(os.environ["RANK"])
     written = Path(directory) / f"{rank}.json"
     plans: list[str] = []
@@ -56,7 +56,7 @@ def main(model: str, directory: str, num_requests: int, slow_rank: int, unlike_r
     LaunchedRank.execute = execute  # type: ignore[method-assign]
     llm = LLM(
         model,
-        tensor_parallel_size=2,
+        **{size: 2},
         distributed_executor_backend="external_launcher",
         skip_tokenizer_init=True,
         num_threads=1,
@@ -77,4 +77,4 @@ def main(model: str, directory: str, num_requests: int, slow_rank: int, unlike_r
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))

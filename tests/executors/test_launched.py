@@ -23,7 +23,8 @@ from tests.models.families import qwen3
 from tests.models.harness import randomize, save
 
 PROGRAM = Path(__file__).with_name("launched_program.py")
-LAUNCHED: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+SIZE = "tensor_parallel_size"
+LAUNCHED: dict[str, Any] = {SIZE: 2, "distributed_executor_backend": "external_launcher"}
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +32,21 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(randomize(qwen3()), tmp_path_factory.mktemp("qwen3"))
 
 
-def launch(model_path: Path, directory: Path, *arguments: int) -> list[dict[str, Any]]:
-    """What the ranks have written, in their order."""
+def launch(model_path: Path, directory: Path, size: str, *arguments: int) -> list[dict[str, Any]]:
+    """What the ranks have written, in their order. size: option that is 2."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROGRAM)]
-    command += [str(model_path), str(directory), *map(str, arguments)]
+    command += [str(model_path), str(directory), size, *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.long
-def test_two_engines_plan_the_same_steps(model_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [SIZE, "prefill_context_parallel_size"])
+def test_two_engines_plan_the_same_steps(model_path: Path, tmp_path: Path, size: str) -> None:
     """With preemption and priorities that grow with time, while one rank is slow. Greedy tokens are those of one
     rank."""
-    first, second = launch(model_path, tmp_path, 200, 1, -1)
+    first, second = launch(model_path, tmp_path, size, 200, 1, -1)
     assert first["plans"] == second["plans"]
     assert first["tokens"] == second["tokens"]
     assert first["preemptions"] > 0
@@ -58,7 +60,7 @@ def test_two_engines_plan_the_same_steps(model_path: Path, tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_an_engine_that_is_given_other_requests_says_so(model_path: Path, tmp_path: Path) -> None:
-    _, second = launch(model_path, tmp_path, 6, -1, 1)
+    _, second = launch(model_path, tmp_path, SIZE, 6, -1, 1)
     assert "rank 1 plans other steps than rank 0" in second["error"]
 
 

@@ -93,13 +93,15 @@ def taken() -> list[str]:
     return [state for state in groups + actors if state not in ("REMOVED", "DEAD")]
 
 
-def test_stages_of_two_nodes(cluster: Any, model_path: Path, of_one_rank: dict[str, list[int]]) -> None:
-    """The tokens of one rank, with hidden states over the network; a killed stage is told, and nothing is left."""
+@pytest.mark.parametrize("kind", ["pipeline", "prefill_context"])
+def test_the_bits_of_one_rank(cluster: Any, model_path: Path, of_one_rank: dict[str, list[int]], kind: str) -> None:
+    """Its tokens, with hidden states of stages or prompts' keys over the network; a killed rank is told, and nothing is
+    left."""
     from quire.executors.ray_ranks import RayRanks
 
-    config = configured(model_path, pipeline_parallel_size=2, distributed_executor_backend="ray")
-    ranks = RayRanks(replace(config, ray_placement="strict_spread"))
-    core = EngineCore(config, RankedExecutor(ranks, 2), SystemClock(), masks=AllowedByPosition())
+    config = configured(model_path, distributed_executor_backend="ray", **{f"{kind}_parallel_size": 2})
+    ranks = RayRanks(replace(config, ray_placement="strict_spread"), may_share_memory=False)
+    core = EngineCore(config, RankedExecutor(ranks, config.parallel.pp), SystemClock(), masks=AllowedByPosition())
     assert len({host.node_id for host in ranks.hosts}) == 2
     assert run(core) == of_one_rank
     os.kill(ranks.hosts[1].process_id, signal.SIGKILL)

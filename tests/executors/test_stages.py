@@ -153,11 +153,21 @@ def outcome(core: EngineCore, seed: int) -> dict[tuple[str, int], list[Any]]:
     return {place: [each for each in told if each is not None] for place, told in found.items()}
 
 
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "three stages": ({}, {"pipeline_parallel_size": 3}),
-    "two stages of two ranks": ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+TWO_RANKS = {"tensor_parallel_size": 2}
+SHARED = {"prefill_context_parallel_size": 2}
+LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "three stages": ("qwen3", {}, {"pipeline_parallel_size": 3}),
+    "two stages of two ranks": ("qwen3", TWO_RANKS, {**TWO_RANKS, "pipeline_parallel_size": 2}),
+    "stages of shared prompts": ("qwen3", {}, {**SHARED, "pipeline_parallel_size": 2}),
+    "shared prompts": ("qwen3", {}, SHARED),
+    "shared latents": ("deepseek-v3.2", {}, SHARED),
+    "shared prompts of whole experts": (
+        "qwen3-moe",
+        {**TWO_RANKS, "enable_expert_parallel": True},
+        {**TWO_RANKS, "enable_expert_parallel": True, **SHARED},
+    ),
 }
-"""Options of a layout, and of another one with the same bits."""
+"""Model, options of a layout, and of another one with the same bits."""
 WAYS: list[dict[str, Any]] = [
     {"num_blocks_override": 300, "max_num_batched_tokens": 32},
     {"max_prefill_chunk": 9, "num_blocks_override": 2 * NUM_BLOCKS},
@@ -168,8 +178,10 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_random_schedules(model_path: Path, layout: str) -> None:
-    plain, dealt = LAYOUTS[layout]
+def test_random_schedules(model_path: Path, tmp_path: Path, layout: str) -> None:
+    model, plain, dealt = LAYOUTS[layout]
+    if model != "qwen3":
+        model_path = save(randomize(FAMILIES[model]()), tmp_path)
     found: list[list[Any]] = []
     for options in (plain, dealt):
         config = configured(model_path, **options)

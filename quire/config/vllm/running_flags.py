@@ -33,7 +33,7 @@ PARALLEL: tuple[VllmFlag, ...] = (
     noted("dcp_q_replicate", "flag", "queries are gathered over shared memory", False),
     to("dcp_kv_cache_interleave_size", "int", "cp_kv_cache_interleave_size"),
     to("cp_kv_cache_interleave_size", "int"),
-    to("prefill_context_parallel_size", "int", short=("-pcp",), why="on a CPU so far, of dense models"),
+    to("prefill_context_parallel_size", "int", short=("-pcp",), why="on a CPU so far, of models without states"),
     to("data_parallel_size", "int", short=("-dp",), why="on a CPU so far: its cores and memory are shared out"),
     refused("data_parallel_rank", "int", ONE_ROUTER, short=("-dpn",)),
     refused("data_parallel_start_rank", "int", ONE_ROUTER, 0, short=("-dpr",)),

@@ -18,7 +18,7 @@ from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.config.load import draft_load
 from quire.errors import ConfigError
-from quire.kv_cache.deal import ALL_TOKENS, Deal
+from quire.kv_cache.deal import Deal
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.adapters import TorchAdapterStorage
 from quire.layers.expert_balance import ExpertBalancer
@@ -86,8 +86,8 @@ class CpuPlatform:
         self._config = config
         self._runtime = None
         sizes = config.parallel
-        deal = Deal(sizes.dcp, group.rank % sizes.dcp, sizes.interleave)
-        self._dealt = DealtTokens(deal, group) if sizes.dcp > 1 else None
+        self.deal = Deal(sizes.dcp, group.rank % sizes.dcp, sizes.interleave)
+        self._dealt = DealtTokens(self.deal, group) if sizes.dcp > 1 else None
         self.adapters: ModelAdapters | None = None
         self.draft_model: DraftModel | None = None
         self.expert_counts = ExpertCounters() if config.load.counts_experts else None
@@ -217,8 +217,8 @@ class CpuPlatform:
 
     def meter(self) -> CpuMeter:
         samples_tokens = self._config.model.pooling is None and self.stage.is_last
-        deal = ALL_TOKENS if self._dealt is None else self._dealt.deal
-        return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens, deal=deal)
+        kernels = self._make_sampling_kernels
+        return CpuMeter(self.make_backends, kernels, samples_tokens=samples_tokens, deal=self.deal)
 
     def _make_draft_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
         draft = self._config.speculation.draft

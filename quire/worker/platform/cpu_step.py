@@ -110,7 +110,9 @@ class CpuStep(NamedTuple):
         result = compute.model.forward(inputs)
         if drafts is not None:
             drafts.keep_results(result)
-        return result.hidden if compute.shared is None else compute.shared.gather(result.hidden)
+        if compute.shared is None or not compute.samples:
+            return result.hidden
+        return compute.shared.gather(result.hidden)
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows

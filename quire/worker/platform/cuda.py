@@ -21,6 +21,7 @@ from quire.config.model import ModelConfig
 from quire.config.resolve_device import FLOAT8_CAPABILITY
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable
+from quire.kv_cache.deal import ALL_TOKENS
 from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 from quire.layers.device import DeviceLayers
 from quire.layers.device_adapters import DeviceAdapterStorage
@@ -79,6 +80,7 @@ class CudaPlatform:
     balancer: ExpertBalancer | None = None
     """Ranks on devices are not supported yet."""
     stage = WHOLE_MODEL
+    deal = ALL_TOKENS
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
         """group: ranks that share each layer."""

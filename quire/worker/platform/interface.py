@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from quire.config.model import ModelConfig
+from quire.kv_cache.deal import Deal
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
 from quire.layers.expert_balance import ExpertBalancer
@@ -277,6 +278,8 @@ class Platform(Protocol):
 
     stage: Stage
     """Layers to compute."""
+    deal: Deal
+    """Tokens to keep, in dealt groups."""
     expert_counts: ExpertCounters | None
     """Rows computed per layer and expert, int64, on the model's device; None if not counted."""
 
