@@ -117,6 +117,7 @@ def load_model(
             (config.num_heads, config.num_kv_heads),
             partial(checkpoint_tensors, files, config, _silent) if isinstance(files, WeightFiles) else None,
             pools=config.pooling is not None,
+            is_encoder=config.is_encoder,
         )
     if runtime is None or config.impl == "transformers":
         return _staged(cast("CausalLM", model), config, context)  # this model computes on tensors itself
