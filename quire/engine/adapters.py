@@ -30,7 +30,7 @@ class KnownAdapters:
         self._last_number = 0
 
     def refuse(self) -> None:
-        """Raise UserError if the engine takes no adapters. Checked before any use."""
+        """Raise UserError if the engine takes no adapters."""
         if not self._config.is_on:
             raise UserError("lora_request needs an engine with enable_lora=True", param="lora_request")
 

@@ -1,4 +1,4 @@
-"""Loading of LoRA adapters: from a directory in PEFT's layout into the slots of a model's layers."""
+"""Loading of LoRA adapters into the slots of a model's layers."""
 
 from __future__ import annotations
 
@@ -84,8 +84,7 @@ class ModelAdapters:
         is_encoder: bool = False,
     ) -> None:
         """Allocate room for adapters once the weights are loaded. heads: query and key heads. base: streams the
-        checkpoint again. pools: the model computes no tokens. is_encoder: heads that it lacks are ignored, as the
-        checkpoint's are. Raises ModelLoadError if no layer takes any."""
+        checkpoint again. pools: the model computes no tokens. is_encoder: heads that it lacks are ignored. Raises ModelLoadError if no layer takes any."""
         self._names, self._heads, self._base, self._ignores_surplus = names, heads, base, is_encoder
         self._places = {name: slot.adapter for name, slot in slots.items()} | ({} if pools else self.layers.places)
         for name, place in self._places.items():
