@@ -20,7 +20,7 @@ LoRARequests = LoRARequest | AdapterRef | Sequence[LoRARequest | AdapterRef | No
 
 class KnownAdapters:
     """Thread-safe registry of LoRA adapters. One is read when first named, or again with `load_inplace`. A request
-    carries the digest of what was read; later changes of the files do not affect it."""
+    carries the digest of what was read."""
 
     def __init__(self, config: AdaptersConfig) -> None:
         self._config = config

@@ -53,8 +53,8 @@ WHOLE, BIAS = "whole", "bias"
 """Names of a matrix and a bias in place of the base's."""
 MATRIX_NAMES, EMBEDDING_NAMES = AdapterPlace.names, TablePlace.names
 COMPARED_ROWS = 2**13
-Placed = tuple[AdapterPlace, dict[str, torch.Tensor]]
-"""Target of a module's matrices, and these."""
+Placed = tuple[AdapterPlace | None, dict[str, torch.Tensor]]
+"""Target of a module's matrices (None: on another stage), and these."""
 
 
 class ModelAdapters:
@@ -72,6 +72,8 @@ class ModelAdapters:
         self._mixtures: dict[str, ExpertAdapters | None] = {}
         """By the checkpoint's name; None: it takes no adapters."""
         self._ignores_surplus = False
+        self._elsewhere: set[str] = set()
+        """Checkpoint names of other stages' matrices and mixtures."""
 
     def model_is_loaded(
         self,
@@ -82,22 +84,29 @@ class ModelAdapters:
         *,
         pools: bool = False,
         is_encoder: bool = False,
+        outline: WeightSlots | None = None,
     ) -> None:
         """Allocate room for adapters once the weights are loaded. heads: query and key heads. base: streams the
-        checkpoint again. pools: the model computes no tokens. is_encoder: heads that it lacks are ignored. Raises ModelLoadError if no layer takes any."""
+        checkpoint again. pools: the model computes no tokens. is_encoder: heads that it lacks are ignored. outline:
+        slots of all stages. Raises ModelLoadError if no layer takes any."""
         self._names, self._heads, self._base, self._ignores_surplus = names, heads, base, is_encoder
-        self._places = {name: slot.adapter for name, slot in slots.items()} | ({} if pools else self.layers.places)
+        own = {name: slot.adapter for name, slot in slots.items()} | ({} if pools else self.layers.places)
+        self._places = {name: slot.adapter for name, slot in (outline or {}).items()} | own
+        self._elsewhere = self._places.keys() - own.keys()
         for name, place in self._places.items():
             if found := _MIXTURE.fullmatch(name):
-                own = place.mixture if isinstance(place, ExpertPlace | StackedPlace) else None
-                self._mixtures[found["mixture"]] = own
+                mixture = place.mixture if isinstance(place, ExpertPlace | StackedPlace) else None
+                self._mixtures[found["mixture"]] = mixture
+                if name in self._elsewhere:
+                    self._elsewhere.add(found["mixture"])
         if not any(self._places.values()):
             raise ModelLoadError("enable_lora: no layer of this model takes adapters")
         self.layers.weights_are_loaded()
 
     def reserved_bytes(self) -> int:
         """Maximum bytes of adapters, all slots filled at the maximum rank, counted as weights in the memory profile."""
-        allowed = [place for name, place in self._places.items() if self._config.allows(name.removesuffix(".weight"))]
+        here = ((name, place) for name, place in self._places.items() if name not in self._elsewhere)
+        allowed = [place for name, place in here if self._config.allows(name.removesuffix(".weight"))]
         of_ranks = self._config.slot_bytes(sum(place.local_elements for place in allowed if place is not None))
         rows = ((*each.shape, each.has_bias) for each in self.layers.saved.values())
         return of_ranks + self._config.saved_bytes(sum(outputs * (inputs + bias) for outputs, inputs, bias in rows))
@@ -131,9 +140,11 @@ class ModelAdapters:
             heads = [module for module in read if not read[module].keys().isdisjoint((WHOLE, BIAS))]
             saved = self._saved({module: read.pop(module) for module in heads}, config)
             found = self._placed(read, config)
-            for own, matrices in saved:
-                own.load(slot, matrices)
+            for own, whole in saved:
+                own.load(slot, whole)
             for key, (place, pair) in found.items():
+                if place is None:
+                    continue
                 scale = adapter.scale * config.scale_of(key)
                 a, b = (pair[name] for name in place.names)
                 place.load(self._storage, slot, a, b, scale)
@@ -163,7 +174,8 @@ class ModelAdapters:
                     f"tensor {shown(module)} changes a module that lora_target_modules leaves out: "
                     f"{', '.join(self._config.target_modules or ())} may be changed"
                 )
-            found[key] = (place, pair)
+            is_elsewhere = not self._elsewhere.isdisjoint((name, name.rpartition(".")[0]))
+            found[key] = (None if is_elsewhere else place, pair)
         for target in config.target_parameters:
             if not any(f".{key}".endswith(f".{target}") for key in found):
                 raise ModelLoadError(f"target_parameters names {shown(target)}, of which the file has no tensors")
@@ -181,7 +193,6 @@ class ModelAdapters:
         raise ModelLoadError(f"tensor {shown(module)} does not belong to this model")
 
     def _is_surplus(self, module: str) -> bool:
-        """True for a head that this encoder lacks."""
         assert self._names is not None, "the model is loaded before adapters"
         names = [f"{name}.weight" for name in self._possible_names(_bare(module))]
         is_known = not self._places.keys().isdisjoint(names)
