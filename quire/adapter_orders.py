@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+PATIENCE = 0.05
+"""Seconds that a plan without tokens waits for a load."""
+
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     """Reference to an adapter's directory and content, in requests and plans."""

@@ -106,9 +106,11 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
     groups, layers_per_group = group_layers(specs, config.cache.block_size, config.cache.state_snapshot_interval)
     elements = shape.adapter_elements + shape.table_adapter_elements
     elements += shape.expert_adapter_elements if config.adapters.allows_experts else 0
-    adapters = config.adapters.slot_bytes(elements)
-    if config.model.pooling is not None:
-        adapters += config.adapters.saved_bytes(len(config.model.pooling.labels) * shape.hidden)
+    outputs = 0 if config.model.pooling is None else len(config.model.pooling.labels)
+    if outputs and config.model.is_encoder:
+        outputs += shape.hidden  # of the head's first layer
+        elements += outputs + 2 * shape.hidden
+    adapters = config.adapters.slot_bytes(elements) + config.adapters.saved_bytes(outputs * (shape.hidden + 1))
     tower = _tower(config)
     activations_held = activations if tower is None else activations + tower.working_bytes
     held = weight_bytes + adapters + (0 if tower is None else tower.weight_bytes)

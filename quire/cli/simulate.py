@@ -22,7 +22,8 @@ SUBCOMMANDS: Mapping[str, str] = {"calibrate": "quire.cli.calibrate"}
 SCHEDULING = (
     "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk", "queue_depth",
     "scheduling_policy", "priority_seconds", "kv_cache_memory", "gpu_memory_utilization", "num_blocks_override",
-    "enable_prefix_caching", "state_snapshot_interval", "preemption_mode", "swap_space",
+    "enable_prefix_caching", "state_snapshot_interval", "preemption_mode", "swap_space", "enable_lora", "max_loras",
+    "max_lora_rank", "max_cpu_loras",
 )  # fmt: skip
 OTHERS = tuple(name for name in EngineOptions.__struct_fields__ if name not in SCHEDULING)
 DEFAULTS = {
@@ -38,7 +39,10 @@ DURATIONS = {"run": 600.0, "rates": 300.0, "find_rate": 300.0, "sweep": 60.0}
 """Default duration of a workload in seconds, by question."""
 MOST_REQUESTS = {"run": None, "rates": 20_000, "find_rate": 20_000, "sweep": 2_000}
 """Default limit of requests, by question."""
-WORKLOAD_ONLY = {"duration": None, "num_requests": None, "n": 1, "beam_width": 0, "burstiness": 1.0, "seed": 0}
+WORKLOAD_ONLY = {
+    "duration": None, "num_requests": None, "n": 1, "beam_width": 0, "burstiness": 1.0, "seed": 0, "adapters": 0,
+    "adapter_skew": 1.0,
+}  # fmt: skip
 """Flags that shape a workload, not a trace: name -> default."""
 SLO_PERCENTILE = 99.0
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -86,7 +90,7 @@ def build_parser() -> Parser:
         ),
     )
     group = parser.add_argument_group("what arrives")
-    group.add_argument("trace", metavar="TRACE", nargs="?", type=Path, help=".jsonl or .csv: arrival, input_tokens, output_tokens, optionally prefix_group, prefix_tokens, n, beam_width, priority")  # fmt: skip  # noqa: E501
+    group.add_argument("trace", metavar="TRACE", nargs="?", type=Path, help=".jsonl or .csv: arrival, input_tokens, output_tokens, optionally prefix_group, prefix_tokens, n, beam_width, priority, images, adapter")  # fmt: skip  # noqa: E501
     group.add_argument("--workload", metavar="NAME", choices=list(WORKLOADS), help=f"instead of a trace: {', '.join(WORKLOADS)}")  # fmt: skip  # noqa: E501
     group.add_argument("--rate", metavar="R", type=float, help="requests per second (inf: all at once); a trace is stretched to it; where --find-rate begins (1)")  # fmt: skip  # noqa: E501
     group.add_argument("--burstiness", metavar="X", type=float, default=1.0, help="1 is Poisson, below 1 burstier (1)")
@@ -94,6 +98,8 @@ def build_parser() -> Parser:
     group.add_argument("--num-requests", metavar="N", type=int, help="requests of a workload, instead or besides")
     group.add_argument("--n", metavar="N", type=int, default=1, help="sequences of each request of a workload (1)")
     group.add_argument("--beam-width", metavar="N", type=int, default=0, help="beams of each request of a workload")
+    group.add_argument("--adapters", metavar="N", type=int, default=0, help="adapters of which each request of a workload has one (0)")  # fmt: skip  # noqa: E501
+    group.add_argument("--adapter-skew", metavar="S", type=float, default=1.0, help="the k-th adapter's share is proportional to k ** -S (1)")  # fmt: skip  # noqa: E501
     group.add_argument(
         "--seed", metavar="N", type=int, default=0, help="of the workload, and of the device's jitter (0)"
     )
@@ -103,6 +109,7 @@ def build_parser() -> Parser:
     for name, text in (("tp", "devices that share each layer"), ("pp", "pipeline stages"), ("dp", "replicas"), ("ep", "devices over which experts are spread"), ("dcp", "devices of tp with one key head that share a context's tokens"), ("pcp", "groups of devices that share prompts")):  # fmt: skip  # noqa: E501
         group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{text} (1)")
     group.add_argument("--router", metavar="NAME", default="round-robin", help=f"of the replicas: {', '.join(ROUTERS)} (round-robin)")  # fmt: skip  # noqa: E501
+    group.add_argument("--adapter-load", metavar="T", help="time to load an adapter, such as 80ms (a copy over PCIe)")
     group.add_argument("--dtype", metavar="NAME", help="of the weights (auto: as stored)")
     group.add_argument("--kv-cache-dtype", metavar="NAME", help="of keys and values (auto: what is computed in)")
     _question_flags(parser)
@@ -140,13 +147,20 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
         raise UserError(f"--slo-percentile must be in (0, 100], not {namespace.slo_percentile:g}")
     if namespace.processes < 1:
         raise UserError(f"--processes must be at least 1, not {namespace.processes}", param="processes")
+    settings = engine_settings(given(namespace, EngineOptions, skip=OTHERS))
+    if settings.adapters.is_on and (namespace.pp > 1 or namespace.sweep):
+        raise UserError("--enable-lora is not possible with --pp or --sweep yet", param="enable_lora")
+    if namespace.adapters and not settings.adapters.is_on:
+        raise UserError("--adapters needs --enable-lora", param="enable_lora")
+    given_load = namespace.adapter_load
+    load = None if given_load is None else _seconds(given_load, given_load, "adapter-load")
     objectives = parse_objectives(namespace.slo)
     if namespace.beam_width and "tpot" in objectives:
         raise UserError("--slo tpot is not for beams, whose tokens all come at the end: take latency", param="slo")
     return Scenario(
         source=_source(namespace),
         cost=CostModel(shape, find(namespace.gpu), layout, precision, vision=find_vision(namespace.model)),
-        settings=replace(engine_settings(given(namespace, EngineOptions, skip=OTHERS)), seed=namespace.seed),
+        settings=replace(settings, seed=namespace.seed, adapter_load_seconds=load),
         router=namespace.router,
         objectives=objectives,
         percentile=namespace.slo_percentile,
@@ -186,6 +200,7 @@ def engine_settings(chosen: Mapping[str, Any], usual: Mapping[str, Any] = DEFAUL
         state_snapshot_interval=cache.state_snapshot_interval,
         preemption_mode=scheduler.preemption_mode,
         swap_space=cache.swap_space or SWAP_SPACE,
+        adapters=config.adapters,
     )
 
 
@@ -240,7 +255,17 @@ def _source(namespace: argparse.Namespace) -> Any:
         duration=duration,
         num_requests=num_requests,
     )
-    return SyntheticSource(namespace.workload, arrivals, namespace.seed, namespace.n, namespace.beam_width)
+    if namespace.adapters < 0 or namespace.adapter_skew < 0:
+        raise UserError("--adapters and --adapter-skew must be at least 0", param="adapters")
+    return SyntheticSource(
+        namespace.workload,
+        arrivals,
+        namespace.seed,
+        namespace.n,
+        namespace.beam_width,
+        namespace.adapters,
+        namespace.adapter_skew,
+    )
 
 
 def parse_objectives(text: str | None) -> dict[str, float]:
@@ -257,7 +282,7 @@ def parse_objectives(text: str | None) -> dict[str, float]:
     return found
 
 
-def _seconds(text: str, term: str) -> float:
+def _seconds(text: str, term: str, flag: str = "slo") -> float:
     for unit in sorted(UNITS, key=len, reverse=True):
         if text.endswith(unit):
             try:
@@ -267,4 +292,4 @@ def _seconds(text: str, term: str) -> float:
             if 0 < value < math.inf:
                 return value
             break
-    raise UserError(f"--slo {term!r}: expected a time with its unit, such as 1s or 50ms", param="slo")
+    raise UserError(f"--{flag} {term!r}: expected a time with its unit, such as 1s or 50ms", param=flag)

@@ -27,6 +27,7 @@ from quire.utils.sizes import format_bytes
 MILLISECONDS = 1e3
 NAMES = {
     "ttft": "time to first token",
+    "loading_ttft": "where its adapter was in no slot",
     "tpot": "time per output token",
     "latency": "latency",
     "normalized_latency": "normalised latency (per output token)",
@@ -152,6 +153,13 @@ def _ignored_priorities(metrics: Metrics) -> list[tuple[str, str]]:
     return [("priorities ignored", f"{metrics.num_priorities_ignored:,} (they need --scheduling-policy priority)")]
 
 
+def _adapters(metrics: Metrics) -> list[tuple[str, str]]:
+    if not metrics.num_adapted:
+        return []
+    loads = f"{metrics.stats.adapter_loads_total:,} loads for {metrics.num_adapted:,} requests"
+    return [("adapter hits", f"{metrics.adapter_hit_rate:.1%} ({loads})")]
+
+
 def _print_run(scenario: Scenario, metrics: Metrics) -> None:
     stats, duration = metrics.stats, metrics.end or math.inf
     blocks = f"{metrics.num_blocks:,} of {scenario.settings.block_size} tokens"
@@ -169,6 +177,7 @@ def _print_run(scenario: Scenario, metrics: Metrics) -> None:
         ("preemptions", f"{stats.preemptions_total:,} ({stats.swap_preemptions_total:,} swapped)"),
         ("prefix-cache hits", f"{stats.prefix_cache_hits_total:,} tokens"),
         *([("pictures encoded", f"{stats.encoded_images_total:,}")] if stats.encoded_images_total else []),
+        *_adapters(metrics),
         ("steps", f"{metrics.num_steps:,}"),
         ("weights on each device", format_bytes(scenario.cost.weight_bytes_per_device)),
     ]

@@ -30,8 +30,8 @@ REFUSED: Mapping[str, str] = {
     "megatron_config": "its layers are Megatron's",
 }
 """Keys that change what an adapter computes -> reason for the refusal, unless they are off."""
-SAVED = ("classifier", "score")
-"""Modules that may be whole; PEFT names both for each classifier."""
+SAVED = ("classifier", "score", "pooler")
+"""Modules that may be whole; PEFT names the first two for each classifier."""
 BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` for adapters whose base differs from the model's checkpoint."""
 

@@ -219,8 +219,6 @@ def _adapters(options: EngineOptions, model: ModelConfig) -> AdaptersConfig:
         return NO_ADAPTERS
     reasons = {
         "models that run through Transformers": model.impl != "quire",
-        "encoders": model.is_encoder,
-        "pipeline_parallel_size": options.pipeline_parallel_size > 1,
     }
     for what, is_so in reasons.items():
         if is_so:

@@ -20,7 +20,7 @@ LoRARequests = LoRARequest | AdapterRef | Sequence[LoRARequest | AdapterRef | No
 
 class KnownAdapters:
     """Thread-safe registry of LoRA adapters. One is read when first named, or again with `load_inplace`. A request
-    carries the digest of what was read; later changes of the files do not affect it."""
+    carries the digest of what was read."""
 
     def __init__(self, config: AdaptersConfig) -> None:
         self._config = config
@@ -30,7 +30,7 @@ class KnownAdapters:
         self._last_number = 0
 
     def refuse(self) -> None:
-        """Raise UserError if the engine takes no adapters. Checked before any use."""
+        """Raise UserError if the engine takes no adapters."""
         if not self._config.is_on:
             raise UserError("lora_request needs an engine with enable_lora=True", param="lora_request")
 

@@ -182,11 +182,12 @@ class Adapters:
 
 
 class SavedHead(Protocol):
-    """Matrix that adapters may bring whole (SavedMatrices)."""
+    """Linear layer that adapters may bring whole (SavedMatrices)."""
 
     shape: tuple[int, int]
+    has_bias: bool
 
-    def load(self, slot: int, matrices: torch.Tensor) -> None: ...
+    def load(self, slot: int, matrices: tuple[torch.Tensor, torch.Tensor | None]) -> None: ...
 
 
 class SlotMatrices(Generic[MatricesT]):

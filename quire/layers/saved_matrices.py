@@ -1,4 +1,4 @@
-"""Whole matrices of adapters, in torch."""
+"""Heads that adapters may bring whole, in torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from quire.kernels.matmul import row_linear
 from quire.layers.adapters import Adapters, SlotMatrices, StepSlots
 
 
-class SavedMatrices(SlotMatrices[torch.Tensor]):
-    """Matrices in place of a head's, float32, by slot."""
+class SavedMatrices(SlotMatrices[tuple[torch.Tensor, torch.Tensor | None]]):
+    """Matrices and biases in place of a head's, float32, by slot."""
 
-    def __init__(self, adapters: Adapters, shape: tuple[int, int]) -> None:
+    def __init__(self, adapters: Adapters, shape: tuple[int, int], *, has_bias: bool) -> None:
         super().__init__(adapters)
-        self.shape = shape
+        self.shape, self.has_bias = shape, has_bias
 
-    def load(self, slot: int, matrices: torch.Tensor) -> None:
-        super().load(slot, matrices.float())
+    def load(self, slot: int, matrices: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        weight, bias = matrices
+        super().load(slot, (weight.float(), None if bias is None else bias.float()))
 
     def add(self, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
         """y, overwritten where rows have matrices. x: [R, inputs]."""
-        for rows, own in self._by_slot(x, slots):
-            y[rows] = row_linear(x[rows].to(own.dtype), own, None).to(y.dtype)
+        for rows, (weight, bias) in self._by_slot(x, slots):
+            y[rows] = row_linear(x[rows].to(weight.dtype), weight, bias).to(y.dtype)
         return y
 
     def add_recorded(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

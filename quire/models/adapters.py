@@ -1,8 +1,7 @@
-"""Loading of LoRA adapters: from a directory in PEFT's layout into the slots of a model's layers."""
+"""Loading of LoRA adapters into the slots of a model's layers."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -30,7 +29,8 @@ from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>(?:embedding_)?[AB])(?:\.(?:default|weight))*")
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight")
-_WHOLE = re.compile(r"(?P<module>.+?)(?:\.modules_to_save(?:\.default)?)?\.weight")
+_WHOLE = re.compile(r"(?P<module>.+)\.(?P<part>weight|bias)")
+_COPY = re.compile(r"\.modules_to_save(?:\.default)?(?=\.|$)")
 _PREFIX = re.compile(r"base_model\.model\.")
 _INNER = re.compile(r"(?:model\.)?language_model\.(model\.)?")
 _MIXTURE = re.compile(rf"(?P<mixture>.+\.{EXPERTS})\.(?:\d+\.\w+\.weight|{'|'.join(STACKED)})")
@@ -49,12 +49,12 @@ KNOWN_PARTS = {
 
 Matrices = dict[str, dict[str, torch.Tensor]]
 """Module name in the file -> its matrices, by `AdapterPlace.names`."""
-WHOLE = "whole"
-"""Name of a matrix in place of the base's."""
+WHOLE, BIAS = "whole", "bias"
+"""Names of a matrix and a bias in place of the base's."""
 MATRIX_NAMES, EMBEDDING_NAMES = AdapterPlace.names, TablePlace.names
 COMPARED_ROWS = 2**13
-Placed = tuple[AdapterPlace, dict[str, torch.Tensor]]
-"""Target of a module's matrices, and these."""
+Placed = tuple[AdapterPlace | None, dict[str, torch.Tensor]]
+"""Target of a module's matrices (None: on another stage), and these."""
 
 
 class ModelAdapters:
@@ -71,6 +71,9 @@ class ModelAdapters:
         self._base: Callable[[], Tensors] | None = None
         self._mixtures: dict[str, ExpertAdapters | None] = {}
         """By the checkpoint's name; None: it takes no adapters."""
+        self._ignores_surplus = False
+        self._elsewhere: set[str] = set()
+        """Checkpoint names of other stages' matrices and mixtures."""
 
     def model_is_loaded(
         self,
@@ -80,24 +83,33 @@ class ModelAdapters:
         base: Callable[[], Tensors] | None = None,
         *,
         pools: bool = False,
+        is_encoder: bool = False,
+        outline: WeightSlots | None = None,
     ) -> None:
         """Allocate room for adapters once the weights are loaded. heads: query and key heads. base: streams the
-        checkpoint again. pools: the model computes no tokens. Raises ModelLoadError if no layer takes any."""
-        self._names, self._heads, self._base = names, heads, base
-        self._places = {name: slot.adapter for name, slot in slots.items()} | ({} if pools else self.layers.places)
+        checkpoint again. pools: the model computes no tokens. is_encoder: heads that it lacks are ignored. outline:
+        slots of all stages. Raises ModelLoadError if no layer takes any."""
+        self._names, self._heads, self._base, self._ignores_surplus = names, heads, base, is_encoder
+        own = {name: slot.adapter for name, slot in slots.items()} | ({} if pools else self.layers.places)
+        self._places = {name: slot.adapter for name, slot in (outline or {}).items()} | own
+        self._elsewhere = self._places.keys() - own.keys()
         for name, place in self._places.items():
             if found := _MIXTURE.fullmatch(name):
-                own = place.mixture if isinstance(place, ExpertPlace | StackedPlace) else None
-                self._mixtures[found["mixture"]] = own
+                mixture = place.mixture if isinstance(place, ExpertPlace | StackedPlace) else None
+                self._mixtures[found["mixture"]] = mixture
+                if name in self._elsewhere:
+                    self._elsewhere.add(found["mixture"])
         if not any(self._places.values()):
             raise ModelLoadError("enable_lora: no layer of this model takes adapters")
         self.layers.weights_are_loaded()
 
     def reserved_bytes(self) -> int:
         """Maximum bytes of adapters, all slots filled at the maximum rank, counted as weights in the memory profile."""
-        allowed = [place for name, place in self._places.items() if self._config.allows(name.removesuffix(".weight"))]
+        here = ((name, place) for name, place in self._places.items() if name not in self._elsewhere)
+        allowed = [place for name, place in here if self._config.allows(name.removesuffix(".weight"))]
         of_ranks = self._config.slot_bytes(sum(place.local_elements for place in allowed if place is not None))
-        return of_ranks + self._config.saved_bytes(sum(math.prod(each.shape) for each in self.layers.saved.values()))
+        rows = ((*each.shape, each.has_bias) for each in self.layers.saved.values())
+        return of_ranks + self._config.saved_bytes(sum(outputs * (inputs + bias) for outputs, inputs, bias in rows))
 
     def steps_so_far(self) -> Callable[[], None]:
         """Function that waits for the steps begun so far (AdapterStorage)."""
@@ -122,11 +134,17 @@ class ModelAdapters:
                 if of_gguf
                 else read_matrices(path, self._check_base, config.saved)
             )
-            saved = self._saved({module: read.pop(module) for module in list(read) if WHOLE in read[module]}, config)
+            for target in config.target_modules or ():
+                if not any(_bare(module).endswith(target) for module in read):
+                    raise ModelLoadError(f"target_modules names {shown(target)}, of which the file has no tensors")
+            heads = [module for module in read if not read[module].keys().isdisjoint((WHOLE, BIAS))]
+            saved = self._saved({module: read.pop(module) for module in heads}, config)
             found = self._placed(read, config)
-            for own, matrix in saved:
-                own.load(slot, matrix)
+            for own, whole in saved:
+                own.load(slot, whole)
             for key, (place, pair) in found.items():
+                if place is None:
+                    continue
                 scale = adapter.scale * config.scale_of(key)
                 a, b = (pair[name] for name in place.names)
                 place.load(self._storage, slot, a, b, scale)
@@ -137,7 +155,10 @@ class ModelAdapters:
     def _placed(self, matrices: Matrices, config: PeftConfig) -> dict[str, Placed]:
         found: dict[str, Placed] = {}
         taken: dict[object, str] = {}
-        for module, pair in matrices.items():
+        used = {module: pair for module, pair in matrices.items() if not self._is_surplus(module)}
+        if matrices and not used:
+            raise ModelLoadError("its tensors are all of heads that this model lacks")
+        for module, pair in used.items():
             name, place, key = self._stacked(module, config) or (*self._place(module), _bare(module))
             if config.targets_parameter(f"{key}.weight"):
                 key += ".weight"
@@ -153,13 +174,11 @@ class ModelAdapters:
                     f"tensor {shown(module)} changes a module that lora_target_modules leaves out: "
                     f"{', '.join(self._config.target_modules or ())} may be changed"
                 )
-            found[key] = (place, pair)
+            is_elsewhere = not self._elsewhere.isdisjoint((name, name.rpartition(".")[0]))
+            found[key] = (None if is_elsewhere else place, pair)
         for target in config.target_parameters:
             if not any(f".{key}".endswith(f".{target}") for key in found):
                 raise ModelLoadError(f"target_parameters names {shown(target)}, of which the file has no tensors")
-        for target in config.target_modules or ():
-            if not any(_bare(module).endswith(target) for module in matrices):
-                raise ModelLoadError(f"target_modules names {shown(target)}, of which the file has no tensors")
         return found
 
     def _place(self, module: str) -> tuple[str, AdapterPlace]:
@@ -173,25 +192,47 @@ class ModelAdapters:
             return name, place
         raise ModelLoadError(f"tensor {shown(module)} does not belong to this model")
 
-    def _saved(self, modules: Matrices, config: PeftConfig) -> list[tuple[SavedHead, torch.Tensor]]:
-        """Targets of whole matrices."""
-        found = []
+    def _is_surplus(self, module: str) -> bool:
+        assert self._names is not None, "the model is loaded before adapters"
+        names = [f"{name}.weight" for name in self._possible_names(_bare(module))]
+        is_known = not self._places.keys().isdisjoint(names)
+        return self._ignores_surplus and not is_known and self._names.surplus.search(names[0]) is not None
+
+    def _saved(
+        self, modules: Matrices, config: PeftConfig
+    ) -> list[tuple[SavedHead, tuple[torch.Tensor, torch.Tensor | None]]]:
+        """Targets, matrices and biases of whole layers."""
+        found = {}
         for module, pair in modules.items():
-            own, matrix = self.layers.saved.get(f"{_bare(module)}.weight"), pair[WHOLE]
-            if own is None or not self._config.allows(_bare(module)):
+            name = next((each for each in self._possible_names(_bare(module)) if each in self.layers.saved), "")
+            own, matrix, bias = self.layers.saved.get(name), pair.get(WHOLE), pair.get(BIAS)
+            if own is None or not any(map(self._config.allows, name.split("."))):
                 why = "this model does not take" if own is None else "lora_target_modules leaves out"
                 raise ModelLoadError(f"tensor {shown(module)} is a whole head, which {why}")
-            if len(pair) > 1:
+            if not pair.keys() <= {WHOLE, BIAS}:
                 raise ModelLoadError(f"tensor {shown(module)} is a whole head, and has matrices of low rank too")
-            if tuple(matrix.shape) != own.shape:
-                raise ModelLoadError(
-                    f"tensor {shown(module)} has shape {list(matrix.shape)}, where the base's labels ask for "
-                    f"{list(own.shape)}: num_labels or id2label of its config.json must be those of the adapter"
-                )
-            found.append((own, matrix))
+            if name in found:
+                raise ModelLoadError(f"tensor {shown(module)} occurs twice")
+            if bias is not None and not own.has_bias:
+                raise ModelLoadError(f"tensor {shown(f'{module}.bias')}: biases are not the base head's")
+            if matrix is None or (own.has_bias and bias is None):
+                missing = f"{module}.weight" if matrix is None else f"{module}.bias"
+                raise ModelLoadError(f"tensor {shown(missing)} is missing")
+            for each, wanted in ((matrix, own.shape), (bias, own.shape[:1])):
+                if each is not None and tuple(each.shape) != wanted:
+                    raise ModelLoadError(
+                        f"tensor {shown(module)} has shape {list(each.shape)}, where the base's labels ask for "
+                        f"{list(wanted)}: num_labels or id2label of its config.json must be those of the adapter"
+                    )
+            found[name] = (own, (matrix, bias))
         if config.saved and not found:
             raise ModelLoadError(f"modules_to_save names {shown(config.saved[0])}, of which the file has no tensors")
-        return found
+        for module in config.saved:
+            parts = [name for name in self.layers.saved if _is_within(name, (module,))]
+            for name in parts if any(name in found for name in parts) else ():
+                if name not in found:
+                    raise ModelLoadError(f"tensor {shown(f'{name}.weight')} is missing")
+        return list(found.values())
 
     def _stacked(self, module: str, config: PeftConfig) -> tuple[str, AdapterPlace, str] | None:
         """Name, target and PEFT's name of a parameter with all experts; None for other modules. PEFT wraps a module for
@@ -255,6 +296,10 @@ def _are_equal(own: torch.Tensor | FileTensor, other: torch.Tensor | FileTensor)
     return True
 
 
+def _is_within(module: str, names: Collection[str]) -> bool:
+    return not set(names).isdisjoint(module.split("."))
+
+
 def _bare(module: str) -> str:
     return _PREFIX.sub("", module, count=1) if _PREFIX.match(module) else module
 
@@ -274,25 +319,26 @@ def read_matrices(
             check_base(of_base["module"], stored)
             continue
         tensor = stored.read() if isinstance(stored, FileTensor) else stored
-        match, whole = _TENSOR.fullmatch(name), _WHOLE.fullmatch(name)
-        is_whole = match is None and whole is not None and whole["module"].rpartition(".")[2] in saved
+        match, whole = _TENSOR.fullmatch(name), _WHOLE.fullmatch(_COPY.sub("", name))
+        is_whole = match is None and whole is not None and _is_within(whole["module"], saved)
         match = whole if is_whole else match
         if match is None:
             why = next((why for part, why in KNOWN_PARTS.items() if part in name), "it is no matrix of an adapter")
             raise ModelLoadError(f"tensor {shown(name)}: {why}")
         pair = matrices.setdefault(match["module"], {})
-        part = WHOLE if is_whole else match["part"]
+        part = WHOLE if match["part"] == "weight" else match["part"]
         if part in pair:
             raise ModelLoadError(f"tensor {shown(name)} occurs twice")
-        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or tensor.dim() != len("AB"):
+        kind, dim = ("vector", 1) if part == BIAS else ("matrix", 2)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or tensor.dim() != dim:
             raise ModelLoadError(
-                f"tensor {shown(name)} is {tensor.dtype} {list(tensor.shape)}, not a matrix of floating-point numbers"
+                f"tensor {shown(name)} is {tensor.dtype} {list(tensor.shape)}, not a {kind} of floating-point numbers"
             )
         if not bool(tensor.isfinite().all()):
             raise ModelLoadError(f"tensor {shown(name)} holds infinite numbers or NaN")
         pair[part] = tensor
     for module, pair in matrices.items():
-        if pair.keys() == {WHOLE}:
+        if pair.keys() <= {WHOLE, BIAS}:
             continue
         names = (EMBEDDING_NAMES, MATRIX_NAMES)[pair.keys().isdisjoint(EMBEDDING_NAMES)]
         for part in names:

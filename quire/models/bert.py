@@ -10,10 +10,10 @@ from quire.kernels.value import ReadRows, Value
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding
-from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.models.encoder import Encoder, UncachedLayer, encoder_attention
+from quire.models.head import HeadLinear
 
 PADDING_INDEX = 1
 """RoBERTa's padding index; positions begin after it."""
@@ -52,19 +52,16 @@ class TanhClassifier:
 
     def __init__(self, config: ModelConfig, context: LayerContext, dense: str, out: str) -> None:
         assert config.pooling is not None, "a classifier pools"
-        whole = context.replicated()
         self.input_size = size = config.hidden_size
         self._operations = context.operations
-        self._names = dense, out
-        self._dense = ColumnParallelLinear(size, (size,), bias=True, context=whole)
-        self._out = ColumnParallelLinear(size, (len(config.pooling.labels),), bias=True, context=whole)
+        self._dense = HeadLinear(dense, size, size, bias=True, context=context)
+        self._out = HeadLinear(out, size, len(config.pooling.labels), bias=True, context=context)
 
     def __call__(self, hidden: Value) -> Value:
         return self._out(self._operations.soft_cap(self._dense(hidden), 1.0))  # tanh
 
     def slots(self) -> WeightSlots:
-        dense, out = self._names
-        return {**self._dense.slots((dense,)), **self._out.slots((out,))}
+        return {**self._dense.slots(), **self._out.slots()}
 
 
 class BertModel(Encoder):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from quire.config.model import ModelConfig
 from quire.errors import InsufficientMemoryError
+from quire.layers.adapters import Adapters
 from quire.layers.context import LayerContext
 from quire.layers.operations import TorchOperations
 from quire.models.interface import LoadableModel
@@ -54,9 +56,9 @@ def check_dummy(config: ModelConfig, available: int) -> None:
         )
 
 
-def outline(config: ModelConfig) -> LoadableModel:
+def outline(config: ModelConfig, adapters: Adapters | None = None) -> LoadableModel:
     """Model on the meta device; its slots describe a checkpoint."""
-    return build_model(config, outline_context(config))
+    return build_model(config, replace(outline_context(config), adapters=adapters))
 
 
 def outline_context(config: ModelConfig) -> LayerContext:

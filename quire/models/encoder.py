@@ -10,7 +10,7 @@ from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, WeightSlots
-from quire.layers.embedding import Embedding
+from quire.layers.embedding import TokenEmbedding
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, DecoderLayer
@@ -52,7 +52,7 @@ class Encoder(Decoder):
         """prefix, rotaries: see Decoder. head: a classifier's; its slots have checkpoint names."""
         head_of_vectors = EmbedderHead(config.hidden_size)
         super().__init__(layers, prefix, head_of_vectors, CheckpointNames.of(config), context, rotaries)
-        self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
+        self._tokens = TokenEmbedding(config.vocab_size, config.hidden_size, context)
         if head is not None:
             self.project_vectors(head)
 

@@ -19,6 +19,7 @@ from quire.config.model import ModelConfig
 from quire.config.vision import VISION_TOWERS, read_vision
 from quire.errors import ModelLoadError
 from quire.kernels.arguments import CacheScale
+from quire.layers.adapters import Adapters
 from quire.layers.context import LayerContext, WeightSlots
 from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
@@ -117,6 +118,8 @@ def load_model(
             (config.num_heads, config.num_kv_heads),
             partial(checkpoint_tensors, files, config, _silent) if isinstance(files, WeightFiles) else None,
             pools=config.pooling is not None,
+            is_encoder=config.is_encoder,
+            outline=None if stage.count == 1 else outline(config, Adapters(adapters.layers.storage)).slots,
         )
     if runtime is None or config.impl == "transformers":
         return _staged(cast("CausalLM", model), config, context)  # this model computes on tensors itself

@@ -18,6 +18,7 @@ from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.encoder import Encoder, UncachedLayer, encoder_attention
+from quire.models.head import HeadLinear
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -69,7 +70,7 @@ class PredictionHead:
             size, (size,), bias=fields.boolean("classifier_bias", False), context=whole, activation=activation
         )
         self._norm = make_norm(fields, size, context)
-        self._out = ColumnParallelLinear(size, (len(config.pooling.labels),), bias=True, context=whole)
+        self._out = HeadLinear("classifier", size, len(config.pooling.labels), bias=True, context=context)
 
     def __call__(self, hidden: Value) -> Value:
         return self._out(self._norm(self._dense(hidden)))
@@ -78,7 +79,7 @@ class PredictionHead:
         return {
             **self._dense.slots(("head.dense",)),
             **prefixed("head.norm", self._norm.slots()),
-            **self._out.slots(("classifier",)),
+            **self._out.slots(),
         }
 
 

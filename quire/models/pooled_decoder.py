@@ -5,9 +5,8 @@ from __future__ import annotations
 from quire.config.model import ModelConfig
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlots
-from quire.layers.linear import ColumnParallelLinear
-from quire.layers.saved_matrices import SavedMatrices
 from quire.models.decoder import LlamaLike
+from quire.models.head import HeadLinear
 
 SCORE = "score"
 """Checkpoint name of the head."""
@@ -19,21 +18,13 @@ class ScoreHead:
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         assert config.pooling is not None, "a classifier pools"
         self.input_size = config.hidden_size
-        labels = len(config.pooling.labels)
-        self._score = ColumnParallelLinear(self.input_size, (labels,), bias=False, context=context.replicated())
-        self._operations, self._adapters, self._saved = context.operations, context.adapters, None
-        if context.adapters is not None and context.adapters.storage.adds_in_torch:
-            self._saved = SavedMatrices(context.adapters, (labels, self.input_size))
-            context.adapters.saved[f"{SCORE}.weight"] = self._saved
+        self._score = HeadLinear(SCORE, self.input_size, len(config.pooling.labels), bias=False, context=context)
 
     def __call__(self, hidden: Value) -> Value:
-        scores = self._score(hidden)
-        if self._saved is None or self._adapters is None or self._adapters.step is None:
-            return scores
-        return self._operations.add_head_adapted(self._saved, hidden, scores, self._adapters.step)
+        return self._score(hidden)
 
     def slots(self) -> WeightSlots:
-        return self._score.slots((SCORE,))
+        return self._score.slots()
 
 
 class LlamaLikeClassifier(LlamaLike):

@@ -1,6 +1,4 @@
-"""Scheduler's view of adapters. A slot is reused only while no running request uses it. A request whose adapter is not
-loaded waits (AdapterGate) while others start.
-"""
+"""Scheduler's view of adapters."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ PATIENCE = 1.0
 
 
 class AdapterSlots:
-    """Scheduler's view of the workers' adapter slots 1 to num_slots (LoRA): which adapter, by digest, is in each or
-    loading."""
+    """Scheduler's view of the workers' adapter slots, 1 to num_slots."""
 
     def __init__(self, running: RunningSet, config: AdaptersConfig = NO_ADAPTERS) -> None:
         self._running = running
@@ -84,7 +81,7 @@ class AdapterSlots:
         return adapter.digest == min(used, key=lambda digest: used[digest], default=b"")
 
     def has_room(self, adapter: AdapterRef) -> bool:
-        """True if a request with this adapter may start: the adapter runs, or fewer than `max_loras` adapters do."""
+        """True if the adapter runs, or fewer than `max_loras` adapters do."""
         used = self.in_use()
         return adapter.digest in used or len(used) < self._config.max_running
 
@@ -94,8 +91,8 @@ class AdapterSlots:
         return bool(self.crowded_out) and not self.holds_new
 
     def take_victims(self) -> list[Request]:
-        """Running background requests, the last in order first, whose adapters no live request uses, while one waits
-        for adapters. The scheduler preempts them."""
+        """Running background requests to preempt, the last first, whose adapters no live request uses, while one waits
+        for adapters."""
         if not self.makes_room or self._searched == self._running.version:
             return []
         self._searched = self._running.version

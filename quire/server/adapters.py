@@ -16,6 +16,7 @@ from quire.adapter_orders import AdapterRef
 from quire.config.adapter_files import NO_SUMS
 from quire.errors import ConfigError, QuireError, UserError
 from quire.lora_request import LoRARequest
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.server.auth import admin
 from quire.server.errors import invalid_request
@@ -233,7 +234,8 @@ class ServedAdapters:
 
     async def _try(self, adapter: LoRARequest | AdapterRef | None) -> None:
         if self._engine.model_config.pooling is not None:
-            return  # a pooling model cannot generate
+            await self._engine.pool([0], PoolingParams(), cache_salt=PROBE, lora_request=adapter)
+            return
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, seed=0)
         async for _ in self._engine.generate([0], params, cache_salt=PROBE, lora_request=adapter):
             pass

@@ -14,6 +14,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
+from quire.simulator.adapters import AdapterWork
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import IDLE_SECONDS
 from quire.simulator.jitter import make_scatter
@@ -42,7 +43,15 @@ class SimulatedFuture(Future[StepResult]):
 
 
 class SimulatedExecutor:
-    def __init__(self, cost: CostModel, clock: VirtualClock, *, queue_depth: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        clock: VirtualClock,
+        *,
+        queue_depth: int = 1,
+        seed: int = 0,
+        adapters: AdapterWork | None = None,
+    ) -> None:
         """queue_depth: above 1, the next step fills pipeline stages. seed: seed of the device's jitter."""
         self._cost = cost
         self._scatter = make_scatter(cost.hardware.jitter, seed)
@@ -50,6 +59,7 @@ class SimulatedExecutor:
         self._is_overlapped = queue_depth > 1
         self._streams = Streams()
         self._tower = TowerWork(cost.tower)
+        self.adapters = adapters
         self._device_free = 0.0
         self._layout: KVCacheLayout | None = None
         self._swap_seconds = 0.0
@@ -116,6 +126,12 @@ class SimulatedExecutor:
         )
         begin = max(clock.now(), self._device_free)
         model = cost.step_seconds(work, overlapped=self._is_overlapped) + self._tower.seconds(plan.images)
+        adapters = self.adapters
+        if adapters is not None:
+            adapters.follow(plan)
+            model += adapters.seconds(plan)
+            if plan.adapters is not None:
+                adapters.take_orders(plan.adapters, begin)
         if idle > IDLE_SECONDS:
             model += hardware.wake_overhead
         model = self._scatter.seconds(begin, model, work.num_chunks > 0)
@@ -132,7 +148,12 @@ class SimulatedExecutor:
         self.num_steps += 1
         # A plan without tokens and images ends when its transfers end.
         ready = end if work.num_tokens or plan.images is not None else self._device_free
-        return SimulatedFuture(clock, ready, self._result(plan))
+        result = self._result(plan)
+        if adapters is not None:
+            if plan.adapters is not None and plan.adapters.awaits_report:
+                ready = max(ready, adapters.awaited(begin))
+            result.adapters = adapters.ended(ready)
+        return SimulatedFuture(clock, ready, result)
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
         raise QuireError("a simulated engine has no constraints on tokens")

@@ -37,17 +37,21 @@ def step_bytes(shape: ModelShape, num_tokens: int, num_seqs: int, *, dtype_bytes
     return int(dtype_bytes * num_tokens * row + NUM_LOGIT_COPIES * num_seqs * shape.vocab * LOGIT_BYTES)
 
 
-def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+def kv_cache_bytes(
+    cost: CostModel, *, utilization: float, max_num_batched_tokens: int, max_num_seqs: int, adapters: int = 0
+) -> int:
     """Bytes of a share of the device's memory that remain for the KV cache. Raises InsufficientMemoryError, with the
     arithmetic, when none do."""
     hardware = cost.hardware
     weights = int(cost.weight_bytes_per_device)
     activations = activation_bytes(cost, max_num_batched_tokens, max_num_seqs)
-    left = int(hardware.memory * utilization) - weights - activations
+    left = int(hardware.memory * utilization) - weights - adapters - activations
     if left <= 0:
         raise InsufficientMemoryError(
             f"{cost.shape.name} does not fit {hardware.title} with {cost.layout}: of {format_bytes(hardware.memory)} x "
-            f"{utilization:g} the weights take {format_bytes(weights)} and activations {format_bytes(activations)}"
+            f"{utilization:g} the weights take {format_bytes(weights)}"
+            + (f", adapters {format_bytes(adapters)}" if adapters else "")
+            + f" and activations {format_bytes(activations)}"
         )
     return left
 

@@ -16,7 +16,7 @@ BIN_WIDTH = math.log(1.005)
 NUM_BINS = 1024
 """Bins of a time series beyond which neighbours are merged."""
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
-LATENCIES = ("ttft", "tpot", "latency", "normalized_latency")
+LATENCIES = ("ttft", "loading_ttft", "tpot", "latency", "normalized_latency")
 
 
 class MergedDistribution:
@@ -195,6 +195,8 @@ class Metrics:
     num_refused: int = 0
     num_priorities_ignored: int = 0
     """Requests with a priority under the scheduling policy "fcfs"."""
+    num_adapted: int = 0
+    """Requests with adapters."""
     num_input_tokens: int = 0
     """Prompt tokens of finished requests."""
     num_output_tokens: int = 0
@@ -258,9 +260,15 @@ class Metrics:
             "recomputed_tokens": self.stats.recomputed_tokens_total,
             "prefix_cache_hit_rate": self._hit_rate(),
             "encoded_images": self.stats.encoded_images_total,
+            "num_adapted": self.num_adapted,
+            "adapter_loads": self.stats.adapter_loads_total,
             "num_slo_met": self.num_slo_met,
             **{name: distribution.as_json() for name, distribution in self.latencies.items()},
         }
+
+    @property
+    def adapter_hit_rate(self) -> float:
+        return 1 - self.stats.adapter_loads_total / self.num_adapted if self.num_adapted else 0.0
 
     def _hit_rate(self) -> float:
         queries = self.stats.prefix_cache_queries_total
@@ -269,5 +277,6 @@ class Metrics:
 
 _SUMS = (
     "num_requests", "num_finished", "num_refused", "num_priorities_ignored", "num_input_tokens", "num_output_tokens",
-    "num_slo_met", "num_steps", "busy_seconds", "step_seconds", "running_seconds", "kv_seconds", "num_blocks",
+    "num_slo_met", "num_adapted", "num_steps", "busy_seconds", "step_seconds", "running_seconds", "kv_seconds",
+    "num_blocks",
 )  # fmt: skip

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 
 from quire.clock import Clock, VirtualClock
+from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
 from quire.config.cache import SNAPSHOT_INTERVAL, CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.engine import EngineConfig
@@ -23,6 +24,7 @@ from quire.prompt_image import PromptImage
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.interface import paged_scheduler
+from quire.simulator.adapters import AdapterWork, adapter_ref, reserved_bytes
 from quire.simulator.cost import CostModel
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.memory import check_pool, kv_cache_bytes, most_useful_bytes, pool_bytes
@@ -56,10 +58,16 @@ class Record:
     num_generated: int
     num_cached: int
     num_preemptions: int
+    is_loaded: bool = True
+    """False if its adapter was in no slot when it arrived."""
 
     @property
     def ttft(self) -> float:
         return self.first_token - self.request.arrival
+
+    @property
+    def loading_ttft(self) -> float | None:
+        return None if self.is_loaded else self.ttft
 
     @property
     def latency(self) -> float:
@@ -81,7 +89,7 @@ class Record:
 class EngineSettings:
     """EngineOptions that affect scheduling, with a GPU's defaults. kv_cache_memory: bytes on each device; None:
     gpu_memory_utilization of its memory, less weights and activations. swap_space: host bytes for each device. seed:
-    seed of the device's jitter."""
+    of the device's jitter. adapter_load_seconds: None: over PCIe."""
 
     max_model_len: int | None = None
     block_size: int = 16
@@ -99,6 +107,8 @@ class EngineSettings:
     preemption_mode: str = "recompute"
     swap_space: int = SWAP_SPACE
     seed: int = 0
+    adapters: AdaptersConfig = NO_ADAPTERS
+    adapter_load_seconds: float | None = None
 
     def config(self, cost: CostModel) -> EngineConfig:
         """Engine's configuration for a model's shape. Raises InsufficientMemoryError when it does not fit,
@@ -133,7 +143,11 @@ class EngineSettings:
             load=LoadConfig(load_format="dummy", seed=0),
             device=DeviceConfig(device="simulated", num_threads=1, attention_backend="torch"),
             seed=0,
+            adapters=self.adapters_of(cost),
         )
+
+    def adapters_of(self, cost: CostModel) -> AdaptersConfig:
+        return replace(self.adapters, dtype=cost.precision.activations)
 
     def _kv_memory(self, cost: CostModel, longest: int) -> int | None:
         given = self.kv_cache_memory
@@ -148,6 +162,7 @@ class EngineSettings:
             utilization=self.gpu_memory_utilization,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
+            adapters=reserved_bytes(cost, self.adapters_of(cost)),
         )
         return min(
             left, most_useful_bytes(cost, self.max_num_seqs, longest, self.block_size, self.state_snapshot_interval)
@@ -173,6 +188,7 @@ class _Live:
     request: TraceRequest
     number: int
     first_token: float = -1.0
+    is_loaded: bool = True
     num_left: int = 1
     """Sequences that have not ended."""
 
@@ -202,9 +218,12 @@ class Replica:
         """Replica of `quire simulate`. make_core: makes the engine core (baselines have another scheduler). objectives:
         names of LATENCIES -> seconds, for `num_slo_met`. Raises InsufficientMemoryError when the model does not fit."""
         self.clock = VirtualClock()
+        self._adapters: AdapterWork | None = None
+        if settings.adapters.is_on:
+            self._adapters = AdapterWork(cost, settings.adapters_of(cost), settings.adapter_load_seconds)
         if make_executor is None:
             self.executor: Executor = SimulatedExecutor(
-                cost, self.clock, queue_depth=settings.queue_depth, seed=settings.seed
+                cost, self.clock, queue_depth=settings.queue_depth, seed=settings.seed, adapters=self._adapters
             )
         else:
             self.executor = make_executor(cost, self.clock, settings.queue_depth)
@@ -251,12 +270,18 @@ class Replica:
         self._num_offered = number + 1
         self.metrics.num_requests += 1
         name = str(number)
-        self._live[name] = _Live(request, number, num_left=request.num_sequences)
+        self._live[name] = live = _Live(request, number, num_left=request.num_sequences)
         max_tokens = min(request.output_tokens, self._max_model_len - request.input_tokens)
         if max_tokens < 1:
             self._refuse(name, f"{request.input_tokens} tokens exceed the longest sequence, {self._max_model_len}")
             return
         tokens = prompt_tokens(number, request.input_tokens, request.prefix_group, request.prefix_tokens)
+        adapter = None if request.adapter is None else adapter_ref(request.adapter)
+        if adapter is not None:
+            if self._adapters is None:
+                raise UserError("adapters need --enable-lora", param="enable_lora")
+            self.metrics.num_adapted += 1
+            live.is_loaded = self._adapters.holds(adapter)
         self.core.handle(
             AddRequest(
                 EngineRequest(
@@ -267,6 +292,7 @@ class Replica:
                     max_tokens=max_tokens,
                     seed=number,
                     priority=self._priority(request),
+                    adapter=adapter,
                 )
             )
         )
@@ -362,6 +388,7 @@ class Replica:
             num_generated=num_tokens * request.num_sequences,
             num_cached=update.num_cached_tokens,
             num_preemptions=0 if timing is None else timing.num_preemptions,
+            is_loaded=live.is_loaded,
         )
         metrics.num_finished += 1
         metrics.num_input_tokens += request.input_tokens

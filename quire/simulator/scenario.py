@@ -7,6 +7,7 @@ from typing import Protocol
 
 from quire.engine.core import EngineCore
 from quire.errors import UserError
+from quire.simulator.adapters import by_zipf
 from quire.simulator.cost import CostModel
 from quire.simulator.fleet import ReplicaSpec, merged, simulate_fleet
 from quire.simulator.metrics import Metrics
@@ -50,17 +51,21 @@ class TraceSource:
 
 @dataclass(frozen=True)
 class SyntheticSource:
-    """Workload of `quire.simulator.workloads`. n: parallel samples, beam_width: 0 for none; both for every request."""
+    """Workload of `quire.simulator.workloads`. n: parallel samples, beam_width: 0 for none; both for every request.
+    adapters: their number; skew: Zipf's exponent."""
 
     name: str
     arrivals: Arrivals
     seed: int = 0
     n: int = 1
     beam_width: int = 0
+    adapters: int = 0
+    skew: float = 1.0
 
     def requests(self, rate: float | None) -> Iterator[TraceRequest]:
         arrivals = self.arrivals if rate is None else replace(self.arrivals, rate=rate)
-        return stream(self.name, arrivals, self.seed, n=self.n, beam_width=self.beam_width)
+        requests = stream(self.name, arrivals, self.seed, n=self.n, beam_width=self.beam_width)
+        return by_zipf(requests, self.adapters, self.skew, self.seed) if self.adapters else requests
 
     def rate(self) -> float | None:
         return self.arrivals.rate

@@ -41,6 +41,7 @@ class TraceRequest:
     beam_width: int = 0
     priority: int = 0
     images: tuple[TraceImage, ...] = ()
+    adapter: str | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -49,7 +50,7 @@ class TraceRequest:
 
 MAX_IMAGE_TOKENS = 2**16
 REQUIRED = ("arrival", "input_tokens", "output_tokens")
-OPTIONAL = ("prefix_group", "prefix_tokens", "n", "beam_width", "priority", "images")
+OPTIONAL = ("prefix_group", "prefix_tokens", "n", "beam_width", "priority", "images", "adapter")
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
@@ -123,6 +124,9 @@ def _request(entry: Mapping[str, Any], path: Path, line: int) -> TraceRequest:
     group = entry.get("prefix_group")
     if group is not None and not isinstance(group, str | int):
         _fail(path, line, f"prefix_group must be a name, not {group!r}")
+    adapter = entry.get("adapter")
+    if adapter is not None and not isinstance(adapter, str | int):
+        _fail(path, line, f"adapter must be a name, not {adapter!r}")
     if group is None and entry.get("prefix_tokens") is not None:
         _fail(path, line, "prefix_tokens needs a prefix_group")
     shared = 0 if group is None else _integer(entry, "prefix_tokens", path, line, 0, input_tokens)
@@ -147,6 +151,7 @@ def _request(entry: Mapping[str, Any], path: Path, line: int) -> TraceRequest:
         beam_width=width,
         priority=_integer(entry, "priority", path, line, -100, 0),
         images=images,
+        adapter=None if adapter is None else str(adapter),
     )
 
 

@@ -9,14 +9,12 @@ from types import MappingProxyType
 
 import torch
 
-from quire.adapter_orders import AdapterRef
+from quire.adapter_orders import PATIENCE, AdapterRef
 from quire.config.adapters import ADAPTER_SLOTS
 from quire.errors import ModelLoadError
 from quire.models.adapters import ModelAdapters
 from quire.step import StepPlan
 
-PATIENCE = 0.05
-"""Seconds that a plan without tokens waits for a load."""
 NOTHING_HELD: Mapping[int, AdapterRef] = MappingProxyType({})
 
 

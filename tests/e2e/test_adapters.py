@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from quire.config.adapter_files import open_adapter, scaled
@@ -19,7 +21,7 @@ from quire.llm import LLM
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
-from tests.fakes.adapters import merged, write_adapter
+from tests.fakes.adapters import PREFIX, merged, write, write_adapter
 from tests.long import all_but_long
 from tests.models.families import FAMILIES, qwen3
 from tests.models.harness import random_prompts, randomize, save
@@ -349,6 +351,45 @@ def test_two_ranks(tiny: Tiny) -> None:
     for prompt, request, output in zip(PROMPTS, which, outputs, strict=False):
         model = tiny.model.double() if request is None else merged(tiny.model, Path(request.path))
         check_logprobs(model, prompt, output)
+
+
+def test_two_stages(tiny: Tiny, tmp_path: Path) -> None:
+    """A stage checks the matrices of other stages too, so that all refuse an adapter."""
+    which = [tiny.first, tiny.second, None, tiny.second, tiny.first]
+    usual = Path(tiny.first.path)
+    config = json.loads((usual / "adapter_config.json").read_text())
+    with engine(tiny.directory, pipeline_parallel_size=2) as llm:
+        found = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=which)
+        for prompt, request, output in zip(PROMPTS, which, found, strict=True):
+            model = tiny.model.double() if request is None else merged(tiny.model, Path(request.path))
+            check_logprobs(model, prompt, output)
+            alone = llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=request)[0]
+            assert bits(alone) == bits(output)
+        for layer in (0, 1, 2):
+            tensors = load_file(usual / "adapter_model.safetensors")
+            tensors[f"{PREFIX}model.layers.{layer}.mlp.up_proj.lora_A.weight"] = torch.ones(16, 65)
+            damaged = write(tmp_path / str(layer), tensors, config)
+            message = "is missing" if layer == 2 else rf"layers\.{layer}\.mlp\.up_proj.* has shape"
+            request = LoRARequest(f"damaged {layer}", 5 + layer, str(damaged))
+            with pytest.raises(UserError, match=message):
+                llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=request)
+        llm.sleep(level=2)
+        llm.wake_up()
+        again = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=which)
+        assert [bits(output) for output in again] == [bits(output) for output in found]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-next"])
+def test_families_in_two_stages(family: str, tmp_path: Path) -> None:
+    model = randomize({**FAMILIES, **HYBRID_FAMILIES}[family]())
+    directory, adapter = save(model, tmp_path / "base"), write_adapter(model, tmp_path / "adapter", seed=6)
+    which = [LoRARequest("adapter", 1, str(adapter)), None]
+    found = []
+    for count in (1, 2):
+        with engine(directory, pipeline_parallel_size=count) as llm:
+            found.append(llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=which))
+    assert [bits(output) for output in found[0]] == [bits(output) for output in found[1]]
 
 
 def test_scores_of_prompts(tiny: Tiny) -> None:

@@ -185,6 +185,15 @@ def test_two_ranks(tiny: Tiny) -> None:
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=first)
 
 
+def test_two_stages(tiny: Tiny) -> None:
+    which = [*tiny.requests[:2], None]
+    with engine(tiny.directory) as llm:
+        wanted = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False, lora_request=which)
+    with engine(tiny.directory, pipeline_parallel_size=2) as llm:
+        found = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False, lora_request=which)
+    assert [bits(output) for output in found] == [bits(output) for output in wanted]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_as_peft_saves_and_computes(family: str, tmp_path: Path) -> None:

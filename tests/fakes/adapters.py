@@ -38,15 +38,21 @@ def write_adapter(
     rank_of: Callable[[str], int | None] = lambda name: None,
     tables: Sequence[str] = (),
     experts: Callable[[str, int], dict[str, str]] | None = None,
+    saved: Sequence[str] = (),
     **config: Any,
 ) -> Path:
     """Write an adapter of the model's linear layers. targets: of the names of modules; rank_of: None: `rank`. tables:
     "head", "embedding": of these too. experts: `stacked_names`, or the modules of one expert by "gate", "up",
-    "down", from its layer's module and its number. config: keys of adapter_config.json over the usual ones."""
+    "down", from its layer's module and its number. saved: modules that are whole. config: keys of adapter_config.json
+    over the usual ones."""
     generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for name, module in linear_modules(model).items():
         if not targets(name):
+            continue
+        if name.partition(".")[0] in saved:
+            for part, whole in module.named_parameters():
+                tensors[f"{PREFIX}{name}.{part}"] = torch.randn(whole.shape, generator=generator) * 0.3
             continue
         inputs, outputs = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
         own = rank_of(name) or rank
@@ -68,6 +74,7 @@ def write_adapter(
         config = {"target_parameters": [f"experts.{name}" for name in STACKED], **config}
     elif experts is not None:
         tensors |= _single_tensors(model, rank, generator, experts)
+    config = {"modules_to_save": list(saved), **config} if saved else config
     given = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": None, "bias": "none", **config}
     return write(directory, tensors, given)
 
@@ -174,6 +181,10 @@ def merged(
             scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
             with torch.no_grad():
                 table.weight += factor * scale * (b.double() @ a.double()).T
+        own, _, part = name.removeprefix(PREFIX).rpartition(".")
+        if own in modules:
+            with torch.no_grad():
+                getattr(modules[own], part).copy_(tensors[name])
         if not name.endswith(".lora_A.weight"):
             continue
         module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")

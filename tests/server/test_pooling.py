@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from transformers import MistralConfig, MistralForSequenceClassification, PreTrainedModel
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
@@ -26,11 +27,20 @@ from quire.request import FinishReason
 from quire.server import vector_format
 from quire.server.app import create_app
 from quire.server.settings import ServerSettings
+from tests.fakes.adapters import merged, write_adapter
 from tests.models.encoders import CLASSIFIERS, ENCODERS, class_logits, hidden_states
 from tests.models.harness import randomize
 from tests.server.conftest import HOST, Served
 from tests.test_llm_pooling import TEXTS, save_with_tokenizer, say_default_prompt, tokens_of
 
+DECODER = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 MODELS = {"embedder": ENCODERS["bert"], "classifier": CLASSIFIERS["bert"], "reranker": CLASSIFIERS["modernbert-one"]}
 
 
@@ -48,9 +58,17 @@ def paths(references: dict[str, object], tmp_path_factory: pytest.TempPathFactor
 
 
 @contextlib.asynccontextmanager
-async def client_of(path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    settings = ServerSettings(served_model_name=["tiny"], port=0, allowed_hosts=[HOST])
-    options = EngineOptions(model=str(path), num_threads=1, max_num_seqs=4)
+async def client_of(path: Path, lora_dir: Path | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    settings = ServerSettings(
+        served_model_name=["tiny"],
+        port=0,
+        allowed_hosts=[HOST],
+        lora_dir=None if lora_dir is None else str(lora_dir),
+        enable_admin_routes=True,
+    )
+    options = EngineOptions(
+        model=str(path), num_threads=1, max_num_seqs=4, enable_lora=lora_dir is not None, max_loras=2
+    )
     engine = AsyncLLM.from_options(options, in_process=True, executor=DEFAULT_EXECUTOR)
     try:
         app = create_app(engine, settings)
@@ -358,3 +376,75 @@ async def test_a_line_that_is_aborted_is_asked_again(
     answer = await embedder.post("/v1/embeddings", json={"model": "tiny", "input": "a"})
     IN_BACKGROUND.reset(token)
     assert answer.status_code == status
+
+
+def classifying_decoder() -> PreTrainedModel:
+    return MistralForSequenceClassification(MistralConfig(**DECODER, num_labels=3, pad_token_id=None))
+
+
+def scoring_decoder() -> PreTrainedModel:
+    return MistralForSequenceClassification(MistralConfig(**DECODER, num_labels=1, pad_token_id=None))
+
+
+ADAPTED = {
+    "embedder": ("/v1/embeddings", "/pooling", "/score", "/rerank"),
+    "decoder": ("/classify", "/pooling"),
+    "scoring decoder": ("/classify", "/score", "/rerank"),
+    "classifier": ("/classify", "/pooling"),
+    "reranker": ("/classify", "/score", "/v2/rerank"),
+}
+"""Routes of each model's adapters."""
+BODIES: dict[str, dict[str, Any]] = {
+    "score": {"text_1": TEXTS[0], "text_2": TEXTS},
+    "rerank": {"query": TEXTS[0], "documents": TEXTS},
+}
+
+
+def numbers_of(path: str, answer: dict[str, Any]) -> list[list[float]]:
+    """Scores or vectors, by index of the texts."""
+    items = sorted(answer["results" if path.endswith("rerank") else "data"], key=lambda each: each["index"])
+    fields = ("embedding", "probs", "score", "relevance_score", "data")
+    found = [next(each[name] for name in fields if name in each) for each in items]
+    return [each if isinstance(each, list) else [each] for each in found]
+
+
+def wanted_of(name: str, path: str, model: PreTrainedModel) -> list[list[float]]:
+    """What Transformers computes for BODIES."""
+    if name == "embedder":
+        states = [hidden_states(model, tokens_of(text))[0] for text in TEXTS]
+        vectors = [torch.nn.functional.normalize(each, dim=0) for each in states]
+        is_pair = path not in ("/v1/embeddings", "/pooling")
+        return [[float(vectors[0] @ each)] if is_pair else each.tolist() for each in vectors]
+    pairs = [(TEXTS[0], text) if path.endswith(("score", "rerank")) else (text,) for text in TEXTS]
+    segments = [len(tokens_of(pair[0])) if len(pair) > 1 and name == "classifier" else 0 for pair in pairs]
+    logits = [class_logits(model, tokens_of(*pair), at) for pair, at in zip(pairs, segments, strict=True)]
+    return [(each.softmax(0) if len(each) > 1 else each.sigmoid()).tolist() for each in logits]
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+async def test_adapters_by_name(name: str, tmp_path: Path) -> None:
+    makers = {**MODELS, "decoder": classifying_decoder, "scoring decoder": scoring_decoder}
+    model = randomize(makers[name]())
+    saved = () if name == "embedder" else ("classifier", "score")
+    paths = {each: write_adapter(model, tmp_path / each, seed=len(each), saved=saved) for each in ("one", "three")}
+    models = {"tiny": model.double(), **{each: merged(model, path) for each, path in paths.items()}}
+    other = write_adapter(randomize(CLASSIFIERS["roberta"]()), tmp_path / "other", saved=("classifier",))
+    async with client_of(save_with_tokenizer(model, tmp_path / "base"), tmp_path) as client:
+        for path in ADAPTED[name]:
+            body = BODIES.get(path.rpartition("/")[2], {"input": TEXTS})
+            for asked, own in models.items():
+                response = await client.post(path, json={**body, "model": asked})
+                assert response.status_code == 200, response.text
+                assert response.json()["model"] == asked
+                found = np.array(numbers_of(path, response.json()))
+                assert np.allclose(found, wanted_of(name, path, own), atol=1e-4), (path, asked)
+            assert (await client.post(path, json={**body, "model": "unknown"})).status_code == 404
+        load = {"lora_name": "misfit", "lora_path": str(other)}
+        response = await client.post("/v1/load_lora_adapter", json=load)
+        assert (response.status_code, "does not" in response.text) == (400, True)
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert {card["id"] for card in cards} == {"tiny", "one", "three"}
+        await client.post("/v1/unload_lora_adapter", json={"lora_name": "one"})
+        (tmp_path / "one" / "adapter_config.json").unlink()
+        body = BODIES.get(ADAPTED[name][0][1:], {"input": TEXTS})
+        assert (await client.post(ADAPTED[name][0], json={**body, "model": "one"})).status_code == 404
