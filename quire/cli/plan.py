@@ -284,7 +284,8 @@ def as_text(report: PlanReport) -> str:
 
 def _exchange(report: PlanReport) -> RankTraffic:
     size = ELEMENT_BYTES if report.target.device.kind == "cpu" else 2
-    return exchange_of(report.plan.shape, report.layout, size)
+    config = report.plan.config
+    return exchange_of(report.plan.shape, report.layout, size, config.speculation.head_width(config.model.hidden_size))
 
 
 def _architecture(plan: MemoryPlan) -> str:

@@ -284,10 +284,6 @@ def check_prompts_dealt(
         (backend != "native", f"attention_backend={backend!r} attends to the rows of one rank"),
         (model.expands_prompts, "expanded latents are those of whole prompts: choose mla_prompt='absorbed'"),
         (model.is_encoder, f"{model.architecture} attends in both directions"),
-        (
-            speculation.has_layers and speculation.method != "draft_model",
-            f"{SPECULATION}.method {speculation.method!r} reads hidden states of all tokens on one rank",
-        ),
         (options.expert_counts, "expert_counts needs the rows of all tokens on one rank"),
         (options.enable_eplb, "enable_eplb needs the rows of all tokens on one rank"),
         (model.vision is not None and not options.language_model_only, "images are put into the rows of one rank"),

@@ -83,6 +83,13 @@ class SpeculationConfig:
         """True if a model or head with own layers makes the drafts."""
         return self.method == "mtp" or self.draft_model is not None
 
+    def head_width(self, hidden_size: int) -> int:
+        """Elements of a token's hidden states that a head reads (0: none)."""
+        head = None if self.draft_model is None else self.draft_model.head
+        if head is not None:
+            return head.width
+        return hidden_size if self.method == "mtp" else 0
+
     @property
     def reads_texts(self) -> bool:
         return self.method in ("ngram", "suffix") or self.oracle is not None

@@ -24,13 +24,17 @@ class RankTraffic(NamedTuple):
         return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts if size) or "nothing"
 
 
-def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES) -> RankTraffic:
-    """Traffic of a layout's ranks, for `quire plan` and sweeps."""
+def exchange_of(
+    shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES, head_width: int = 0
+) -> RankTraffic:
+    """Traffic of a layout's ranks, for `quire plan` and sweeps. head_width: see SpeculationConfig."""
     within = 0
     if layout.tp > 1:
         within = sum(_in_layer(layer, shape.hidden, layout) for layer in shape.layers)
         within += shape.embedding_width + -(-shape.vocab // layout.tp)
-    prompt = 0 if layout.pcp == 1 else sum(layer.attention.token_elements(layout.tp) for layer in shape.layers)
+    prompt = 0
+    if layout.pcp > 1:
+        prompt = head_width + sum(layer.attention.token_elements(layout.tp) for layer in shape.layers)
     return RankTraffic(*(each * element_bytes for each in (within, (layout.pp - 1) * shape.hidden, prompt)))
 
 

@@ -26,6 +26,8 @@ from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.exchange import exchange_of
 from quire.worker.platform.cpu import CpuPlatform
+from tests.e2e import test_eagle
+from tests.e2e.test_head_drafts import leaning
 from tests.engine.test_pooling_models import save_encoder
 from tests.executors.test_multiprocess import configured, everything, pool
 from tests.fakes.masks import AllowedByPosition
@@ -40,6 +42,8 @@ from tests.simulator.test_exchange import CountingRank
 
 SHARED = "prefill_context_parallel_size"
 NGRAMS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+EAGLE = {"speculative_config": {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3}}
 DEALT = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 WHOLE = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,6 +70,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "latents, tensor parallel": ("deepseek-v3.2", {SHARED: 2, "tensor_parallel_size": 2}),
     "drafts": ("qwen3", {SHARED: 2, "queue_depth": 2, **NGRAMS}),
     "a draft model": ("qwen3", {SHARED: 2, "speculative_config": {"model": "llama", "num_speculative_tokens": 3}}),
+    "a head of latents": ("a head", {SHARED: 2, **MTP, "queue_depth": 2}),
+    "a head that reads layers": ("of a head", {SHARED: 2, **EAGLE}),
     "whole experts": ("qwen3-moe", {SHARED: 2, **WHOLE}),
     "whole experts beside latents": ("deepseek-v3", {SHARED: 2, **WHOLE, "expert_placement_strategy": "round_robin"}),
     "tokens dealt": ("one key head", {SHARED: 2, **DEALT, "queue_depth": 2}),
@@ -83,7 +89,13 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     names = ("qwen3", "llama", "qwen3-moe", "deepseek-v2", "deepseek-v3", "deepseek-v3.2")
     models = {name: FAMILIES[name] for name in names}
     models["one key head"] = lambda: llama(hidden_size=64, num_attention_heads=8, num_key_value_heads=1)
-    return {name: save(randomize(make()), tmp_path_factory.mktemp(name)) for name, make in models.items()}
+    found = {name: save(randomize(make()), tmp_path_factory.mktemp(name)) for name, make in models.items()}
+    found["a head"] = tmp_path_factory.mktemp("head")
+    saved("deepseek-v3", found["a head"])
+    leaning(found["a head"])
+    eagle = tmp_path_factory.mktemp("eagle3")
+    test_eagle.saved("eagle3", eagle)
+    return {**found, "of a head": eagle / "model", "eagle3": eagle / "head"}
 
 
 @pytest.fixture(scope="module")
@@ -150,22 +162,28 @@ def test_the_bits_of_one_rank(tmp_path: Path, model: str) -> None:
     assert run_ranks(2, compute) == [[expected, expected]] * 2
 
 
+def found_in(directories: dict[str, Path], options: dict[str, Any]) -> dict[str, Any]:
+    drafts = options.get("speculative_config", {})
+    if "model" not in drafts:
+        return options
+    return {**options, "speculative_config": {**drafts, "model": str(directories[drafts["model"]])}}
+
+
 @pytest.mark.parametrize("layout", all_but_long(LAYOUTS, ["latents in chunks, two steps in flight"]))
 def test_the_bits_of_ranks_that_share_no_prompts(directories: dict[str, Path], layout: str) -> None:
     """With prefix hits, chunks beside decodes, several samples, log-probabilities of prompts and a pooled vector;
     preempted where blocks are few."""
     model, options = LAYOUTS[layout]
-    drafts = options.get("speculative_config", {})
-    if "model" in drafts:
-        options = {**options, "speculative_config": {**drafts, "model": str(directories[drafts["model"]])}}
+    options, drafts = found_in(directories, options), options.get("speculative_config", {})
     alone = {name: value for name, value in options.items() if name != SHARED}
-    *expected, _ = results(directories[model], alone)
+    *expected, lone = results(directories[model], alone)
     *found, core = results(directories[model], options)
     assert found == expected
-    stats = core.stats()
+    stats, lone_stats = core.stats(), lone.stats()
     assert stats.prefix_cache_hits_total > 0
     assert (stats.preemptions_total > 0) == ("num_blocks_override" not in options)
     assert (stats.accepted_draft_tokens_total > 0) == bool(drafts)
+    assert stats.accepted_draft_tokens_total == lone_stats.accepted_draft_tokens_total
 
 
 COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -175,16 +193,20 @@ COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
     "latents, tensor parallel": ("deepseek-v3.2", {"tensor_parallel_size": 2}),
     "whole experts": ("qwen3-moe", WHOLE),
     "tokens dealt": ("one key head", DEALT),
+    "a head of latents": ("a head", MTP),
+    "a head that reads layers": ("of a head", EAGLE),
 }
 
 
 @pytest.mark.parametrize("layout", COUNTED)
 def test_a_prompt_is_dealt(directories: dict[str, Path], layout: str) -> None:
-    """Each rank gives the keys and values, or latents and an indexer's keys, of half of a prompt's tokens, and one row
-    of hidden states behind the last layer: the bytes that `quire plan` states. Decodes give nothing but sums."""
+    """Each rank gives the keys and values, or latents and an indexer's keys, of half of a prompt's tokens, and what a
+    head reads: the bytes that `quire plan` states; and one row of hidden states behind the last layer, unless the head
+    reads them. Decodes give nothing but sums."""
     model, options = COUNTED[layout]
-    config = configured(directories[model], **{SHARED: 2}, **options)
-    expected, mesh = exchange_of(config.model.shape, config.parallel), Mesh(config.parallel)
+    config = configured(directories[model], **{SHARED: 2}, **found_in(directories, options))
+    size, mesh = config.model.hidden_size, Mesh(config.parallel)
+    expected = exchange_of(config.model.shape, config.parallel, head_width=config.speculation.head_width(size))
     exchanges = {group: Exchange(2) for kind in ("tp", "pcp") for group in mesh.groups(kind)}
     request = EngineRequest(
         request_id="0",
@@ -212,7 +234,7 @@ def test_a_prompt_is_dealt(directories: dict[str, Path], layout: str) -> None:
         return tokens, shared.num_bytes, of_decodes
 
     found = run_ranks(mesh.num_ranks, compute)
-    of_prompt = 32 * expected.prompt + torch.float32.itemsize * config.model.hidden_size
+    of_prompt = 32 * expected.prompt + (0 if options is MTP else torch.float32.itemsize * size)
     assert found == [(found[0][0], of_prompt, 2 * expected.within)] * mesh.num_ranks
 
 
@@ -250,13 +272,6 @@ def test_models_that_are_refused(tmp_path: Path, case: str) -> None:
     path = save(randomize(FAMILIES[name]()), tmp_path)
     with pytest.raises(ConfigError, match=f"{SHARED}=2 is not possible: .*{message}"):
         configured(path, **{SHARED: 2}, **options)
-
-
-def test_heads_are_refused(tmp_path: Path) -> None:
-    saved("deepseek-v3", tmp_path)
-    drafts = {"method": "mtp", "num_speculative_tokens": 1}
-    with pytest.raises(ConfigError, match=f"{SHARED}=2 is not possible: .*'mtp' reads hidden states of all tokens"):
-        configured(tmp_path, speculative_config=drafts, **{SHARED: 2})
 
 
 def test_encoders_are_refused(tmp_path: Path) -> None:

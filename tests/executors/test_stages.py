@@ -154,6 +154,7 @@ def outcome(core: EngineCore, seed: int) -> dict[tuple[str, int], list[Any]]:
 
 
 TWO_RANKS = {"tensor_parallel_size": 2}
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}}
 SHARED = {"prefill_context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "three stages": ("qwen3", {}, {"pipeline_parallel_size": 3}),
@@ -161,6 +162,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "stages of shared prompts": ("qwen3", {}, {**SHARED, "pipeline_parallel_size": 2}),
     "shared prompts": ("qwen3", {}, SHARED),
     "shared latents": ("deepseek-v3.2", {}, SHARED),
+    "shared prompts, drafts": ("qwen3", DRAFTS, {**DRAFTS, **SHARED}),
     "shared prompts of whole experts": (
         "qwen3-moe",
         {**TWO_RANKS, "enable_expert_parallel": True},

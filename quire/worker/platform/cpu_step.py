@@ -108,11 +108,11 @@ class CpuStep(NamedTuple):
             overlay = None if batch.overlay is None else batch.overlay.over(torch.from_numpy(batch.overlay.rows))
             inputs = inputs.having(overlay=overlay, taps=taps)
         result = compute.model.forward(inputs)
+        if compute.shared is not None and compute.samples:
+            result = compute.shared.gather(result)
         if drafts is not None:
             drafts.keep_results(result)
-        if compute.shared is None or not compute.samples:
-            return result.hidden
-        return compute.shared.gather(result.hidden)
+        return result.hidden
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -9,7 +11,7 @@ from quire.attention.interface import AttentionBatch
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.attention.shared_prompts import KeyExchange, RowExchange, SharedPromptsStep
 from quire.kernels.cpu.runtime import NativeRuntime
-from quire.layers.batch import ForwardBatch
+from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.parallel.interface import ProcessGroup
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch
@@ -38,18 +40,20 @@ class SharedInputs:
         self._rows = RowExchange(group, runtime)
         self._keys = KeyExchange(backends.attention, self._rows, runtime)
         self._group = group
-        self._read: list[np.ndarray] | None = None
-        """Places of each rank's tokens among the last step's read ones; None: each rank has all."""
+        self._tokens: list[np.ndarray] = []
+        """Each rank's tokens of the last step; none: each rank has all."""
+        self._read: list[np.ndarray] = []
+        """Their places among the read ones."""
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
         owner = None if batch.is_decode else owners(batch.counts, self._group.size)
         if owner is None:
-            self._read = None
+            self._tokens = []
             return self._whole.forward_batch(batch, logits_rows)
         group = self._group
-        tokens = [np.flatnonzero(owner == rank) for rank in range(group.size)]
-        own = tokens.pop(group.rank)
-        others = batch_of_tokens(batch, np.concatenate(tokens))
+        self._tokens = tokens = [np.flatnonzero(owner == rank) for rank in range(group.size)]
+        own = tokens[group.rank]
+        others = batch_of_tokens(batch, np.concatenate(tokens[: group.rank] + tokens[group.rank + 1 :]))
         self._keys.start_step(np.bincount(owner, minlength=group.size).tolist(), self._prepare(others)[1])
         share = batch_of_tokens(batch, own)
         token_ids, attention = self._prepare(share)
@@ -58,16 +62,20 @@ class SharedInputs:
         assert isinstance(inputs.attention, NativeAttentionStep), "native kernels attend"
         return inputs._replace(attention=SharedPromptsStep(self._keys, inputs.attention))
 
-    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states of all read tokens. hidden: rows of this rank's part of the last step."""
-        if self._read is None:
-            return hidden
-        rank, counts = self._group.rank, [len(places) for places in self._read]
-        own = hidden[: counts[rank]]
+    def gather(self, result: ForwardResult[torch.Tensor]) -> ForwardResult[torch.Tensor]:
+        """Results of the whole last step. result: of this rank's part."""
+        if not self._tokens:
+            return result
+        tapped = {layer: self._gather(rows, self._tokens) for layer, rows in result.tapped.items()}
+        return ForwardResult(self._gather(result.hidden, self._read), tapped)
+
+    def _gather(self, rows: torch.Tensor, places: Sequence[np.ndarray]) -> torch.Tensor:
+        rank, counts = self._group.rank, [len(each) for each in places]
+        own = rows[: counts[rank]]
         found = own.new_empty(sum(counts), own.shape[1])
-        found[torch.from_numpy(self._read[rank])] = own
-        places = np.concatenate([places for other, places in enumerate(self._read) if other != rank])
-        found[torch.from_numpy(places)] = self._rows.others(own, counts)
+        found[torch.from_numpy(places[rank])] = own
+        others = np.concatenate([each for other, each in enumerate(places) if other != rank])
+        found[torch.from_numpy(others)] = self._rows.others(own, counts)
         return found
 
     def _prepare(self, batch: InputBatch) -> tuple[torch.Tensor, AttentionBatch]:
