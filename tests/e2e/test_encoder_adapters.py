@@ -34,10 +34,10 @@ from tests.test_llm_pooling import QUIET, TEXTS, save_with_tokenizer, tokens_of
 RAW = PoolingParams(use_activation=False, normalize=False)
 TOKENS: Any = [{"prompt_token_ids": each} for each in PROMPTS]
 METHODS = {"mean_tokens": lambda states: states.mean(0), "cls_token": lambda states: states[0]}
-SAVED = ("classifier", "score")
+SAVED = ["classifier", "score"]
 """As PEFT names them for every classifier."""
 CLASSIFIER = f"{PREFIX}classifier"
-write_with_head = partial(write_adapter, saved=SAVED)
+write_with_head = partial(write_adapter, modules_to_save=SAVED)
 
 
 def adapted(directory: Path, **options: Any) -> LLM:

@@ -38,19 +38,18 @@ def write_adapter(
     rank_of: Callable[[str], int | None] = lambda name: None,
     tables: Sequence[str] = (),
     experts: Callable[[str, int], dict[str, str]] | None = None,
-    saved: Sequence[str] = (),
     **config: Any,
 ) -> Path:
     """Write an adapter of the model's linear layers. targets: of the names of modules; rank_of: None: `rank`. tables:
     "head", "embedding": of these too. experts: `stacked_names`, or the modules of one expert by "gate", "up",
-    "down", from its layer's module and its number. saved: modules that are whole. config: keys of adapter_config.json
-    over the usual ones."""
+    "down", from its layer's module and its number. config: keys of adapter_config.json over the usual ones; the modules
+    of modules_to_save are whole."""
     generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for name, module in linear_modules(model).items():
         if not targets(name):
             continue
-        if name.partition(".")[0] in saved:
+        if name.partition(".")[0] in (config.get("modules_to_save") or ()):
             for part, whole in module.named_parameters():
                 tensors[f"{PREFIX}{name}.{part}"] = torch.randn(whole.shape, generator=generator) * 0.3
             continue
@@ -74,7 +73,6 @@ def write_adapter(
         config = {"target_parameters": [f"experts.{name}" for name in STACKED], **config}
     elif experts is not None:
         tensors |= _single_tensors(model, rank, generator, experts)
-    config = {"modules_to_save": list(saved), **config} if saved else config
     given = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": None, "bias": "none", **config}
     return write(directory, tensors, given)
 

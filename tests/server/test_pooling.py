@@ -425,10 +425,12 @@ def wanted_of(name: str, path: str, model: PreTrainedModel) -> list[list[float]]
 async def test_adapters_by_name(name: str, tmp_path: Path) -> None:
     makers = {**MODELS, "decoder": classifying_decoder, "scoring decoder": scoring_decoder}
     model = randomize(makers[name]())
-    saved = () if name == "embedder" else ("classifier", "score")
-    paths = {each: write_adapter(model, tmp_path / each, seed=len(each), saved=saved) for each in ("one", "three")}
+    saved = None if name == "embedder" else ["classifier", "score"]
+    paths = {
+        each: write_adapter(model, tmp_path / each, seed=len(each), modules_to_save=saved) for each in ("one", "three")
+    }
     models = {"tiny": model.double(), **{each: merged(model, path) for each, path in paths.items()}}
-    other = write_adapter(randomize(CLASSIFIERS["roberta"]()), tmp_path / "other", saved=("classifier",))
+    other = write_adapter(randomize(CLASSIFIERS["roberta"]()), tmp_path / "other", modules_to_save=["classifier"])
     async with client_of(save_with_tokenizer(model, tmp_path / "base"), tmp_path) as client:
         for path in ADAPTED[name]:
             body = BODIES.get(path.rpartition("/")[2], {"input": TEXTS})

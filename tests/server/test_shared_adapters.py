@@ -31,9 +31,13 @@ class Process:
         engine: Any = SimpleNamespace(
             adapters=self.known,
             engine_config=SimpleNamespace(adapters=LIMITS),
-            model_config=SimpleNamespace(pooling=True),  # no token is computed
+            model_config=SimpleNamespace(pooling=True),
+            pool=self._pool,
         )
         self.served = ServedAdapters(engine, str(directory), ("base",), SharedAdapters.of(shared))
+
+    async def _pool(self, *arguments: object, **keywords: object) -> None:
+        """Nothing is computed."""
 
     def digest(self, name: str) -> bytes | None:
         found = self.served.find(name)
