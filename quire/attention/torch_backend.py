@@ -225,7 +225,6 @@ class _Split(NamedTuple):
 
 
 def _prepared(heads: torch.Tensor, norm: NormWeights | None, rotation: Rotation | None) -> torch.Tensor:
-    """Heads normalised and rotated, [T, heads, dim]."""
     if norm is not None:
         heads = reference.norm(norm, heads)
     return heads if rotation is None else rotation.apply(heads)

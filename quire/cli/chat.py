@@ -110,7 +110,6 @@ def _typed() -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    """Print to standard error, wrapped between words on a terminal."""
     if not sys.stderr.isatty():
         print(text, file=sys.stderr)
         return

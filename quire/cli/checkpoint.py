@@ -57,7 +57,6 @@ def _gguf_checkpoint(path: Path) -> Checkpoint:
 
 
 def _header(file: Path) -> list[tuple[str, int]]:
-    """(dtype, elements) of each tensor of a safetensors file."""
     text = read_header(file)
     try:
         tensors = [entry for name, entry in json.loads(text).items() if name != "__metadata__"]

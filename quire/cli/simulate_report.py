@@ -131,7 +131,6 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
 
 
 def _exchange(scenario: Scenario, layout: ParallelConfig) -> RankTraffic:
-    """Bytes that a device exchanges for a token, for a sweep's table."""
     size = ELEMENT_BYTES if scenario.cost.hardware.kind == "cpu" else 2
     return exchange_of(scenario.cost.shape, layout, size)
 

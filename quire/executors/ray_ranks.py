@@ -119,7 +119,6 @@ class RayRanks(RankCalls):
         return [make.options(scheduling_strategy=place).remote() for place in places]
 
     def _in_order(self) -> None:
-        """Number the ranks: this node's first, then node by node."""
         hosts = [RankHost(*host) for host in ray.get([actor.host.remote() for actor in self._actors])]
         here = ray.get_runtime_context().get_node_id()
         order = sorted(range(len(hosts)), key=lambda index: (hosts[index].node_id != here, hosts[index].node_id, index))

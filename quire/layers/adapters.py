@@ -202,7 +202,6 @@ class SlotMatrices(Generic[MatricesT]):
         self._stored = {**self._stored, slot: matrices}  # a step beside the load goes through the old one
 
     def _by_slot(self, x: torch.Tensor, slots: StepSlots) -> Iterator[tuple[torch.Tensor, MatricesT]]:
-        """Yield (rows of x, [N], matrices) of each used slot."""
         stored = self._stored
         if not stored:
             return

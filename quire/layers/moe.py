@@ -257,7 +257,6 @@ class MixtureOfExperts:
 
 
 def _placement(context: LayerContext, count: int) -> Placement:
-    """First placement of `count` whole experts. Raises ConfigError if a rank would hold none."""
     size = context.group.size
     if count < size:
         raise ConfigError(

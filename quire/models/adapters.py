@@ -258,7 +258,6 @@ class ModelAdapters:
         return f"{own}.{matrix}", place, f"{bare}.{matrix}"
 
     def _possible_names(self, bare: str) -> list[str]:
-        """Names that an adapter's module may have here."""
         assert self._names is not None, "the model is loaded before adapters"
         inner = _INNER.sub("model.", bare, count=1) if _INNER.match(bare) else bare
         names = list(dict.fromkeys((bare, inner, f"model.{bare}", self._names.base + bare)))
@@ -282,7 +281,6 @@ class ModelAdapters:
 
 
 def _experts_of(place: AdapterPlace) -> list[object]:
-    """Experts' matrices, each to be given once."""
     if isinstance(place, ExpertPlace):
         return [(place.stack, place.piece)]
     return place.covered() if isinstance(place, StackedPlace) else []

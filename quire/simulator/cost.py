@@ -441,7 +441,6 @@ class CostModel:
         )
 
     def _indexer_of(self, attention: AttentionShape, num_layers: int) -> AttentionCost:
-        """Costs of these layers' indexers, which each rank computes whole."""
         factors, size = self.hardware.factors, attention.index_dim
         layers = num_layers * self._layers / self.shape.num_layers
         rate = self.hardware.peak(self.precision.activations) * factors.attention_compute

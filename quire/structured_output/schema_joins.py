@@ -378,7 +378,6 @@ def _any(options: Iterable[Any]) -> Any:
 
 
 def _types(node: dict[str, Any]) -> list[str]:
-    """Types in terms of TYPES, except `integer`."""
     if DIGITS in node:
         return ["number"]
     found = node.get("type", TYPES)

@@ -60,7 +60,6 @@ def infill(tokenizer: Tokenizer, text: str, suffix: str, *, add_special_tokens: 
 
 
 def _encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a text in mid-sentence, without the space that some tokenizers prepend."""
     first = tokenizer.encode("a", add_special_tokens=False)[0]
     if not (tokenizer.backend.id_to_token(first) or "").startswith(_SPACE):
         return tokenizer.encode(text, add_special_tokens=False)

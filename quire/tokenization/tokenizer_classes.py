@@ -139,7 +139,6 @@ def _bert(backend: tokenizers.Tokenizer, options: Fields, tokens: Tokens) -> Non
 
 
 def _xlm_roberta(backend: tokenizers.Tokenizer, options: Fields, _: Tokens) -> None:
-    """Build XLM-RoBERTa's pipeline, with the vocabulary's fourth entry as the unknown token."""
     state = json.loads(backend.model.__getstate__())
     if state.get("unk_id") != 3 or state.get("byte_fallback"):
         vocabulary = [(piece, score) for piece, score in state["vocab"]]

@@ -108,7 +108,6 @@ def _set_aside(file: int, size: int) -> None:
 
 
 def _header(metadata: Mapping[str, Value], tensors: Sequence[PlannedTensor]) -> tuple[bytes, dict[str, int]]:
-    """(everything before the tensors, start of each tensor)."""
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     parts += [_string(key) + _value(key, value) for key, value in metadata.items()]
     offsets: list[int] = []

@@ -109,7 +109,6 @@ def _weights(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
 
 
 def _cache_scales(model: ModelConfig, load: LoadConfig) -> dict[str, list[float]]:
-    """Scales of an fp8 cache, too small for sampled hashing to notice."""
     if model.kv_cache_dtype != "fp8" or load.load_format == "dummy":
         return {}
     files = find_weights(model.path, load.load_format)
