@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,15 +58,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Modules and collected tests live to the end: the garbage collector need not walk their millions of objects."""
     gc.disable()
     try:
+        import_own_share(session.config)
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
         gc.set_threshold(10_000, 20, 20)
+
+
+def import_own_share(config: pytest.Config) -> None:
+    """Let each of pytest-xdist's workers that are to collect all tests import other modules first: pytest rewrites the
+    assertions of a new checkout once, where all workers would rewrite those of the same modules at the same time."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.option.file_or_dir:
+        return
+    paths = sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker["workerid"][2:]) :: worker["workercount"]]
+    for path in paths:
+        # Those that fail or are left out say so when they are collected.
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:

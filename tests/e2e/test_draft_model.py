@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from quire.worker.model_drafts import ModelDrafts
 from tests.e2e.conftest import GREEDY, Variant, exact, generate
 from tests.e2e.draft_models import MASK, changed, guesses_two_tokens, noisy, parallel, resized
 from tests.e2e.test_drafts import BORDERS, KINDS, PROMPTS, TORCH
-from tests.e2e.test_drafts_in_text import CONSTRAINTS, OPTIONS, Engines, engines_of
+from tests.e2e.test_drafts_in_text import CONSTRAINTS, OPTIONS, Engines, engines, engines_of
 from tests.e2e.test_drafts_in_text import KINDS as KINDS_OF_TEXT
 from tests.e2e.test_drafts_in_text import PROMPTS as TEXTS
 from tests.e2e.test_restart import GUARD_SECONDS, compare, fates, open_engine, think
@@ -26,7 +28,7 @@ from tests.fakes.fates import Fates
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
 
-__all__ = ["fates"]
+__all__ = ["engines", "fates"]
 
 Saved = Callable[[str], SavedModel]
 PAIRS = {
@@ -100,9 +102,13 @@ def check(pair: tuple[Variant, Path], plain: list[object], **options: Any) -> di
     return stats
 
 
-@pytest.mark.parametrize("queue_depth", [1, 2])
-def test_equal_bits(pair: tuple[Variant, Path], plain: list[object], queue_depth: int) -> None:
-    stats = check(pair, plain, queue_depth=queue_depth)
+def in_turn(pair: tuple[Variant, Path]) -> int:
+    """Depth 1 or 2, the other one for the next pair: test_in_chunks_with_few_blocks has both for each."""
+    return 1 + [*PAIRS.values()].index((replace(pair[0], directory=""), pair[1].name)) % 2
+
+
+def test_equal_bits(pair: tuple[Variant, Path], plain: list[object]) -> None:
+    stats = check(pair, plain, queue_depth=in_turn(pair))
     assert (stats["prefix_cache_hits_total"] > 0) == ((pair[0].family, pair[1].name) not in SIZES_APART)
 
 
@@ -118,10 +124,9 @@ def test_in_chunks_with_few_blocks(
     assert (stats["swap_preemptions_total"] > 0) == (mode == "swap")
 
 
-@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
-def test_drafts_of_one_pass(pair: tuple[Variant, Path], plain: list[object], queue_depth: int, tmp_path: Path) -> None:
+def test_drafts_of_one_pass(pair: tuple[Variant, Path], plain: list[object], tmp_path: Path) -> None:
     """In chunks, where blocks are few, and with prefix hits."""
-    few: dict[str, Any] = {"block_size": 8, "max_prefill_chunk": 11, "queue_depth": queue_depth}
+    few: dict[str, Any] = {"block_size": 8, "max_prefill_chunk": 11, "queue_depth": 3 - in_turn(pair)}
     few["num_blocks_override"] = FEW_BLOCKS.get((pair[0].family, pair[1].name), 34)
     stats = check(pair, plain, **few, **drafting_at_once(pair[1], tmp_path / pair[1].name))
     assert stats["preemptions_total"] > 0
@@ -171,22 +176,24 @@ CELLS += [("at_once-1", kind) for kind in ALL_KINDS]
 
 
 @pytest.fixture(scope="module")
-def engines(request: pytest.FixtureRequest, bundled_model_path: Path, tmp_path_factory: Any) -> Iterator[Engines]:
-    """One engine without drafts, and one whose drafts are often right: fewer where a model takes long for each."""
-    backend, _, depth = request.param.partition("-")
-    at_once = backend == "at_once"
-    backend = "native" if at_once else backend
-    options = {"attention_backend": backend, "queue_depth": int(depth), **OPTIONS}
+def opened(bundled_model_path: Path, tmp_path_factory: Any) -> Iterator[Callable[[str], Engines]]:
+    """By backend and depth one engine without drafts, and one whose drafts are often right: fewer where a model takes
+    long for each."""
     directory = tmp_path_factory.mktemp("bundled")
     other = changed(bundled_model_path, directory / "noisy", noisy)
-    given = drafting(other, 4 if backend == "native" else 2)
-    if at_once:
-        given = drafting_at_once(other, directory / "at_once")
-    with (
-        LLM(str(bundled_model_path), **options) as plain,
-        LLM(str(bundled_model_path), **given, **options) as llm,
-    ):
-        yield engines_of(plain, llm, backend)
+    with ExitStack() as stack:
+
+        @cache
+        def engines_by(name: str) -> Engines:
+            backend, _, depth = name.partition("-")
+            given = drafting(other, 2 if backend == "torch" else 4)
+            if backend == "at_once":
+                given, backend = drafting_at_once(other, directory / "at_once"), "native"
+            options = {"attention_backend": backend, "queue_depth": int(depth), **OPTIONS}
+            plain = stack.enter_context(LLM(str(bundled_model_path), **options))
+            return engines_of(plain, stack.enter_context(LLM(str(bundled_model_path), **given, **options)), backend)
+
+        yield engines_by
 
 
 @pytest.mark.parametrize(("engines", "kind"), all_but_long(CELLS, OFTEN), indirect=["engines"])

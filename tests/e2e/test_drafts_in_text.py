@@ -4,6 +4,8 @@ drafts that were accepted and others that were rejected."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,14 +83,29 @@ def engines_of(plain: LLM, drafting: LLM, backend: str) -> Engines:
 
 
 @pytest.fixture(scope="module")
-def engines(request: pytest.FixtureRequest, bundled_model_path: Path) -> Iterator[Engines]:
-    backend, _, depth = request.param.partition("-")
-    options = {"attention_backend": backend, "queue_depth": int(depth), **OPTIONS}
-    with (
-        LLM(str(bundled_model_path), **options) as plain,
-        LLM(str(bundled_model_path), speculative_config=NGRAM, **options) as drafting,
-    ):
-        yield engines_of(plain, drafting, backend)
+def opened(bundled_model_path: Path) -> Iterator[Callable[[str], Engines]]:
+    """Engines by backend and depth, until the module ends: a fixture beside whose parameter a test has others is made
+    for each test."""
+    with ExitStack() as stack:
+
+        @cache
+        def engines_by(name: str) -> Engines:
+            backend, _, depth = name.partition("-")
+            options = {"attention_backend": backend, "queue_depth": int(depth), **OPTIONS}
+            plain = stack.enter_context(LLM(str(bundled_model_path), **options))
+            drafting = stack.enter_context(LLM(str(bundled_model_path), speculative_config=NGRAM, **options))
+            return engines_of(plain, drafting, backend)
+
+        yield engines_by
+
+
+@pytest.fixture
+def engines(request: pytest.FixtureRequest, opened: Callable[[str], Engines]) -> Engines:
+    """With an empty prefix cache."""
+    found = opened(request.param)
+    for llm in (found.plain, found.drafting):
+        llm.reset_prefix_cache()
+    return found
 
 
 def params(**fields: Any) -> SamplingParams:

@@ -20,6 +20,7 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.executors.local import LocalExecutor
 from quire.request import FinishReason
+from quire.scheduler.preemption import PreemptionCosts
 from tests.fakes.core import CoreClient
 from tests.models.eagle_heads import HeadTwin
 from tests.models.families import llama, mistral, qwen3
@@ -141,6 +142,12 @@ def heads(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return {name: twin.save(tmp_path_factory.mktemp(f"{name}-head")) for name in directories}
 
 
+class TimelessExecutor(LocalExecutor):
+    def measure_preemption_costs(self) -> PreemptionCosts:
+        """No measurement, which would have the load of the machine choose between both kinds of preemption."""
+        return PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
+
+
 @pytest.fixture(scope="module")
 def make_client(directories: dict[str, Path], heads: dict[str, Path]) -> MakeClient:
     def make(model: str, **options: Any) -> Client:
@@ -152,7 +159,7 @@ def make_client(directories: dict[str, Path], heads: dict[str, Path]) -> MakeCli
                 {"model": str(directories[model]), "num_threads": 1, "max_model_len": MAX_MODEL_LEN, **options}
             )
         )
-        return Client(config, LocalExecutor(config))
+        return Client(config, TimelessExecutor(config))
 
     return make
 

@@ -12,7 +12,7 @@ from tests.fuzz.harness import Attack, FindingError, Fuzzer, run_fuzzer
 from tests.fuzz.registry import FUZZERS
 from tests.long import all_but_long
 
-LONG = ("bodies", "templates", "tokenizers", "checkpoints", "native_plans")
+LONG = ("bodies", "templates", "tokenizers", "checkpoints", "native_plans", "media")
 """Fuzzers whose cases take a second or more: most of them start an interpreter with torch."""
 
 

@@ -208,6 +208,7 @@ def patient_service() -> Iterator[ConstraintService]:
 def begin_and_end(service: ConstraintService, number: signal.Signals) -> RemoteMatcher:
     """A matcher of OTHER, whose rehearsal has this signal."""
     start(service, TEXT)
+    wait_until(service, lambda: len(rehearsals(service)) == 2)
     spare = rehearsals(service)
     for pid in spare:  # one of them gets the next text, and does not begin with it
         os.kill(pid, signal.SIGSTOP)
