@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy
 
-os.environ["LLAMA_CPP_LIB_PATH"] = os.environ.get("LLAMA_CPP_LIB_PATH", str(Path(sys.prefix) / "build" / "bin"))
+os.environ["LLAMA_CPP_LIB_PATH"] = os.environ["MTMD_CPP_LIB"] = str(Path(sys.prefix) / "build" / "bin")
 sys.path += map(str, Path(sys.prefix).glob("source/*"))
 sys.path += map(str, Path(sys.prefix).glob("source/*/vendor/llama.cpp/gguf-py"))
 import llama_cpp.llama_cpp as api
@@ -138,6 +138,7 @@ def main() -> None:
     context = open_tower(tower, vocabulary, settings["threads"])
     if not context:
         raise RuntimeError("mtmd cannot load the tower")
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(encode(context, int(line))), file=answers, flush=True)
 

@@ -88,6 +88,8 @@ def main() -> None:
             print(line, file=peer.stdin, flush=True)
 
         ask(json.dumps({"vision": VISION, "threads": arguments.threads, "folder": name}))
+        if not peer.stdout.readline():
+            sys.exit("mtmd did not start")
         torch.set_num_threads(1)
         with torch.inference_mode():
             tower = open_tower(Path(name), arguments.threads)
