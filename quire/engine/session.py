@@ -242,9 +242,7 @@ class Session:
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             stream = self._streams.get(self._keys.get(name, ""))
             if stream is not None:
-                output = self._leave(stream)
-                if output is not None:
-                    stream.put(output)
+                self._leave(stream, is_told=True)
 
     def knows(self, request_ids: Iterable[str]) -> bool:
         return any(name in self._keys for name in request_ids)
@@ -290,6 +288,7 @@ class Session:
             if self._loop is not None and self.num_unfinished:
                 if not self._loop.is_closed():
                     raise RuntimeError("AsyncLLM serves requests of another event loop")
+                self._loop = loop  # which tells the listeners
                 for stream in list(self._streams.values()):
                     self._leave(stream)
                 self.num_unfinished, self._preparations = 0, Preparations()
@@ -334,26 +333,30 @@ class Session:
 
     def _fail(self, stream: OutputStream, error: QuireError) -> None:
         self._leave(stream)
-        stream.fail(error)
+        with self._lock:
+            self._post(Delivery(failures=[(stream, error)]))
 
-    def _leave(self, stream: OutputStream) -> RequestOutput | None:
-        """Drop an unfinished request here, in the core and in the metrics. Returns its last output; None if it is gone,
-        or if making the output fails (its stream gets the error)."""
+    def _leave(self, stream: OutputStream, *, is_told: bool = False) -> None:
+        """Drop an unfinished request here, in the core and in the metrics. is_told: the stream gets its last output
+        (its error, if making the output fails)."""
         with self._lock:
             if not self._forget(stream.key):
-                return None
+                return
+            last = Delivery()
             try:
                 output = self._processor.abort(stream.key)
             except InternalError as error:
-                stream.fail(error)
-                output = None
+                last.failures.append((stream, error))
+            else:
+                if output is not None:
+                    output.request_id = stream.request_id
+                    if is_told:
+                        last.outputs.append((stream, output))
+                    else:
+                        last.last_outputs.append(output)
+            self._post(last)
         self._outbox.flush()  # the request must be sent before its abort
         self._send_aborts([Abort(stream.key)])
-        if output is not None:
-            output.request_id = stream.request_id
-            for listener in self.listeners:
-                listener.record_outputs([output])
-        return output
 
     def _forget(self, key: str) -> OutputStream | None:
         self._backlog.discard(key)
@@ -403,8 +406,8 @@ class Session:
                 if future is not None:
                     delivery.results.append((future, result))
             self._publish()
+            self._post(delivery)
         self._send_aborts(processed.aborts)
-        self._post(delivery)
 
     def die(self, cause: EngineDeadError) -> None:
         """Fail all open requests and calls, and later ones, with EngineDeadError. The first cause counts."""
@@ -422,9 +425,11 @@ class Session:
             self._keys.clear()
             self._lines.clear()
             self._calls.clear()
-        self._post(delivery)
+            self._post(delivery)
 
     def _post(self, delivery: Delivery) -> None:
+        """Hand over on the event loop, behind earlier deliveries. Call under the lock: what it guards changes in the
+        same order."""
         if self._loop is None:
             return  # no request or call has come yet
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it every consumer
