@@ -295,6 +295,13 @@ class EngineCore:
         for request_id, error in refused:
             self._rejections.append(RequestRejected(request_id, error.message, error.param))
 
+    def _finish_steps(self) -> None:
+        """Take the results of steps whose requests have all ended: they report loads of adapters."""
+        while self._in_flight and not self.scheduler.has_requests:
+            outputs = self.step()
+            self._ended += outputs.updates
+            self._rejections = outputs.rejections + self._rejections
+
     def _finish_transfers(self) -> bool:
         for _ in range(LAST_TRANSFERS):
             if not self.scheduler.kv.has_transfers:
@@ -335,6 +342,7 @@ class EngineCore:
             case "unregister_prefix":
                 return CallResult(call_id, self.scheduler.unregister_prefix(argument))
             case "sleep":
+                self._finish_steps()
                 self._sleep.fall_asleep(argument)
                 return CallResult(call_id, self._sleep.level)
             case "wake_up":

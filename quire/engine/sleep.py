@@ -39,7 +39,7 @@ class Requests(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def forget_rows(self) -> None: ...
+    def forget_rows(self, *, adapters: bool) -> None: ...
 
 
 class Sleep:
@@ -68,7 +68,7 @@ class Sleep:
         if not self.level:
             self._leave_the_cache()
         self._executor.sleep(wanted)
-        self._scheduler.forget_rows()
+        self._scheduler.forget_rows(adapters=level == "2")
         self.level, self._has_weights = max(wanted, self.level), False
 
     def wake_up(self, part: str = "") -> None:

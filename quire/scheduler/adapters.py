@@ -145,9 +145,10 @@ class AdapterSlots:
         stats.waiting_adapters = _names(waiting)
 
     def forget_workers(self) -> None:
-        assert not self._loading, "a load is under way"
-        self._free += self._held.values()
+        self._free += [*self._held.values(), *self._loading.values()]
         self._held.clear()
+        self._loading.clear()
+        self._orders.clear()
 
 
 def _names(requests: Iterable[Request]) -> list[str]:

@@ -139,8 +139,9 @@ class EngineScheduler(Protocol):
         name."""
         ...
 
-    def forget_rows(self) -> None:
-        """Record that the workers have dropped all request slots, while no request lives. Called after a sleep."""
+    def forget_rows(self, *, adapters: bool) -> None:
+        """Record that the workers have dropped all request slots (and adapters), while no request lives. Called after a
+        sleep."""
         ...
 
     def stats(self) -> EngineStats:

@@ -164,9 +164,11 @@ class Scheduler:
         self.kv.transfer_blocks.begin_pass()
         return self._finish_plan(builder, awaits_report=awaits_report)
 
-    def forget_rows(self) -> None:
+    def forget_rows(self, *, adapters: bool) -> None:
         assert not self.has_requests, "rows of live requests"
         self._images.forget_workers()
+        if adapters:
+            self._adapters.forget_workers()
         self._changes.released = []
 
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:

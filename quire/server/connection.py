@@ -321,6 +321,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _check_head(self) -> None:
+        """Refuse heads that two programs could read differently (request smuggling)."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._stop(invalid_request(f"HTTP/{version} is not served: HTTP/1.1 is", status=505))

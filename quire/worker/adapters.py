@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
-from types import MappingProxyType
 
 import torch
 
-from quire.adapter_orders import PATIENCE, AdapterRef
+from quire.adapter_orders import PATIENCE
 from quire.config.adapters import ADAPTER_SLOTS
 from quire.errors import ModelLoadError
 from quire.models.adapters import ModelAdapters
 from quire.step import StepPlan
 
-NOTHING_HELD: Mapping[int, AdapterRef] = MappingProxyType({})
-
 
 class NoAdapterLoads:
     """AdapterLoads of a model without adapters."""
-
-    held = NOTHING_HELD
 
     def begin_plan(self, plan: StepPlan) -> None:
         """Does nothing."""
@@ -39,22 +33,15 @@ class NoAdapterLoads:
 class AdapterLoads:
     """Loads of one model's adapters (LoRA) into slots, which plans order and Worker starts and reports."""
 
-    def __init__(self, adapters: ModelAdapters, held: Mapping[int, AdapterRef]) -> None:
-        """held: slot -> adapter that it held before a sleep, loaded again here. Raises ModelLoadError."""
+    def __init__(self, adapters: ModelAdapters) -> None:
         self._adapters = adapters
         self._thread = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
         self._loading: dict[int, Future[None]] = {}
-        self._orders: dict[int, AdapterRef] = {}
-        self.held = dict(held)
-        for slot, adapter in self.held.items():
-            adapters.load(slot, adapter)
 
     def begin_plan(self, plan: StepPlan) -> None:
         """Start the plan's loads of adapters, and wait for those whose first rows it brings. Raises ModelLoadError for
         a load that failed on this rank alone."""
         for slot, adapter in () if plan.adapters is None else plan.adapters.loads:
-            self.held.pop(slot, None)
-            self._orders[slot] = adapter
             self._loading[slot] = self._thread.submit(self._adapters.load, slot, adapter, self._adapters.steps_so_far())
         if self._loading:
             for new in plan.new_sequences:
@@ -68,11 +55,8 @@ class AdapterLoads:
             wait(self._loading.values(), PATIENCE, FIRST_COMPLETED)
         ended = []
         for slot in [slot for slot, load in self._loading.items() if load.done()]:
-            load, adapter = self._loading.pop(slot), self._orders.pop(slot)
-            error = load.exception()
-            if error is None:
-                self.held[slot] = adapter
-            elif not isinstance(error, ModelLoadError):
+            error = self._loading.pop(slot).exception()
+            if error is not None and not isinstance(error, ModelLoadError):
                 raise error
             ended.append((slot, "" if error is None else str(error)))
         return ended
@@ -84,5 +68,5 @@ class AdapterLoads:
         self._thread.shutdown(cancel_futures=True)
 
 
-def adapter_loads(adapters: ModelAdapters | None, held: Mapping[int, AdapterRef]) -> AdapterLoads | NoAdapterLoads:
-    return NoAdapterLoads() if adapters is None else AdapterLoads(adapters, held)
+def adapter_loads(adapters: ModelAdapters | None) -> AdapterLoads | NoAdapterLoads:
+    return NoAdapterLoads() if adapters is None else AdapterLoads(adapters)

@@ -93,12 +93,13 @@ class Worker:
         if self.platform.expert_counts is not None:
             self.platform.expert_counts.by_layer.clear()  # of a model that was dropped
         with LoadProgress() as progress:
-            self._model = self.platform.load_model(progress)
-        self._adapters = adapter_loads(self.platform.adapters, self._adapters.held)
+            model = self.platform.load_model(progress)
+        self._adapters = adapter_loads(self.platform.adapters)
         images = self.platform.load_images()
         if images is not None:
             self._overlays = self._images = images
-        draft, specs = self.platform.draft_model, self._model.cache_specs()
+        self._model = model  # last: a call that failed is made anew
+        draft, specs = self.platform.draft_model, model.cache_specs()
         return specs if draft is None else [*specs, *draft.model.cache_specs()]
 
     @_computes
@@ -259,6 +260,8 @@ class Worker:
                 self._images = self._overlays = None
             self._model = self.platform.draft_model = None
             self._drop_offloaded()
+            self._adapters.close()
+            self._adapters = NoAdapterLoads()
         gc.collect()  # objects in reference cycles would keep their memory mapped
         self.platform.release_reserve()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,12 +19,16 @@ from transformers import PreTrainedModel
 
 from quire.config.adapter_files import open_adapter, scaled
 from quire.config.adapters import AdaptersConfig
-from quire.errors import UserError
+from quire.engine.async_engine import AsyncLLM
+from quire.errors import InternalError, ModelLoadError, UserError
 from quire.kernels.cpu.recorder import RecordedProgram, Recorder
 from quire.llm import LLM
 from quire.lora_request import LoRARequest
+from quire.models.adapters import ModelAdapters
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.worker.platform.cpu import CpuPlatform
+from quire.worker.worker import Worker
 from tests.fakes.adapters import PREFIX, merged, write, write_adapter
 from tests.long import all_but_long
 from tests.models.families import FAMILIES, qwen3
@@ -427,6 +435,75 @@ def test_sleep(tiny: Tiny) -> None:
         llm.sleep(level=2)
         llm.wake_up()
         assert bits(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)[0]) == bits(before)
+
+
+def test_an_adapter_that_is_gone_does_not_keep_an_engine_asleep(tiny: Tiny, tmp_path: Path) -> None:
+    """After the weights were dropped each adapter is read again for its next request."""
+    gone = tmp_path / "gone"
+    shutil.copytree(tiny.first.path, gone)
+    with engine(tiny.directory) as llm:
+        wanted = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.second)[0]
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=LoRARequest("gone", 7, str(gone)))
+        shutil.rmtree(gone)
+        llm.sleep(level=2)
+        llm.wake_up()
+        found = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.second)[0]
+    assert bits(found) == bits(wanted)
+
+
+async def test_a_sleep_while_an_adapter_loads(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request has been aborted. Later ones load it again."""
+    options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16, "max_model_len": 128, **SMALL}
+    llm = AsyncLLM(model=str(tiny.directory), in_process=True, **options)
+    begun, may_end, load, drop = threading.Event(), threading.Event(), ModelAdapters.load, Worker.sleep
+    order: list[str] = []
+
+    def slowly(*arguments: Any) -> None:
+        begun.set()
+        may_end.wait()
+        load(*arguments)
+        order.append("loaded")
+
+    def sleep(*arguments: Any) -> None:
+        drop(*arguments)
+        order.append("asleep")
+
+    async def tokens() -> list[int]:
+        prompt: Any = {"prompt_token_ids": PROMPTS[0]}
+        outputs = [output async for output in llm.generate(prompt, GREEDY, lora_request=tiny.first)]
+        return outputs[-1].outputs[0].token_ids
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelAdapters, "load", slowly)
+        patched.setattr(Worker, "sleep", sleep)
+        first = asyncio.ensure_future(tokens())
+        assert await asyncio.to_thread(begun.wait, 120)
+        first.cancel()
+        await asyncio.wait([first])
+        threading.Timer(0.3, may_end.set).start()
+        await llm.sleep(2)
+        assert order == ["loaded", "asleep"]
+    await llm.wake_up()
+    found = await asyncio.wait_for(tokens(), 120)
+    llm.shutdown()
+    with engine(tiny.directory) as alone:
+        wanted = alone.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)[0]
+    assert found == wanted.outputs[0].token_ids
+
+
+def test_a_wake_up_that_failed_is_made_anew(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part of the failed one is kept."""
+    with engine(tiny.directory) as llm:
+        wanted = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)[0]
+        llm.sleep(level=2)
+        tower = Mock(side_effect=[ModelLoadError("no tower"), None])
+        monkeypatch.setattr(CpuPlatform, "load_images", tower)
+        with pytest.raises(InternalError, match="no tower"):
+            llm.wake_up()
+        llm.wake_up()
+        assert tower.call_count == 2
+        found = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)[0]
+    assert bits(found) == bits(wanted)
 
 
 def test_a_changed_directory(tiny: Tiny, tmp_path: Path) -> None:

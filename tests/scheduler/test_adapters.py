@@ -180,3 +180,13 @@ def test_names_in_the_statistics() -> None:
     assert (stats.running_adapters, stats.waiting_adapters) == (["sql"], ["prose"])
     both = add_up([stats, EngineStats(running_adapters=["sql", "verse"])])
     assert both.running_adapters == ["sql", "verse"]
+
+
+def test_slots_of_workers_that_dropped_their_weights_are_free() -> None:
+    """Also that of a load under way, whose end nobody reports any more."""
+    slots = Slots(num_slots=2)
+    slots.load(A)
+    assert slots.ask(B) is not None
+    slots.slots.forget_workers()
+    assert slots.slots.take_orders(may_wait=True) is None
+    assert sorted((slots.load(B), slots.load(A))) == [1, 2]

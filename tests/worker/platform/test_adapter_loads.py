@@ -29,7 +29,7 @@ def test_a_load_waits_for_the_steps_before_it(tmp_path: Path) -> None:
     adapters, directory = ModelAdapters(LIMITS, storage), save(MODEL, tmp_path / "base")
     config = load_model_config(str(directory), dtype="float32", max_model_len=None, revision=None, config_only=False)
     load_model(config, LoadConfig("auto", 0), SINGLE_RANK, extras=Extras(adapters=adapters))
-    loads = AdapterLoads(adapters, {})
+    loads = AdapterLoads(adapters)
     path = write_adapter(MODEL, tmp_path / "adapter", rank=3)
     orders = AdapterOrders([(1, AdapterRef(str(path), content_digest(path)))], awaits_report=True)
     plan = StepPlan(1, [], [], [], [], [], adapters=orders)
