@@ -195,7 +195,7 @@ class ContiguousScheduler(ABC):
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
         raise AssertionError("nothing awaits matchers")
 
-    def forget_rows(self) -> None:
+    def forget_rows(self, *, adapters: bool) -> None:
         assert not self.has_requests, "rows of live requests"
         self._changes.released = []
 

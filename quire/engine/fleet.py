@@ -12,10 +12,11 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import zmq
 
 from quire.engine.client import cause_of_death
 from quire.engine.culprit_search import CulpritSearch
@@ -35,6 +36,7 @@ from quire.errors import EngineDeadError, QuireError
 from quire.kv_cache.stats import EngineStats, add_up, carry_over
 from quire.logging import get_logger
 from quire.request import EngineRequest, FinishReason
+from quire.utils.failures import explain
 
 logger = get_logger(__name__)
 
@@ -178,6 +180,8 @@ class Fleet:
                         receivers = self._abort(request_id, index)
                     case Call():
                         receivers = self._receivers(message)
+                        if message.method in FOR_REQUESTS:
+                            self._send_kept(receivers)
                         waiting = {member.number for member in receivers}
                         opened = OpenCall(message, session, message.call_id, waiting)
                         message = opened.asked = Call(next(self._numbers), message.method, message.argument)
@@ -239,6 +243,13 @@ class Fleet:
             del before.entries[entry.request_id]
             if before.search.note_end(entry.request_id):
                 self._send_waiting(before)
+
+    def _send_kept(self, members: Iterable[Member]) -> None:
+        # A call for all requests also concerns those that a search keeps back.
+        for member in members:
+            if member.is_up and member.search.is_searching:
+                member.search = CulpritSearch()
+                self._send_waiting(member)
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.request_id]
@@ -456,14 +467,15 @@ class Fleet:
             try:
                 self._start(member)
                 return
-            except QuireError as error:
+            except (QuireError, OSError, zmq.ZMQError) as error:  # no process, memory or descriptor for a moment
                 self._raise_if_over()
-                logger.warning("%s could not be started again: %s", member.name, error)
+                reason = str(error) if isinstance(error, QuireError) else explain(error)
+                logger.warning("%s could not be started again: %s", member.name, reason)
                 with self._lock:
                     if member.is_wanted:  # else a call to stop it is answered when its requests are elsewhere
                         self._settle(member, None, REPLICA_CALLS)
                     if attempt + 1 == MAX_STARTS and not member.is_lost:
-                        self._lose(member, f"{member.name} could not be started again: {error}")
+                        self._lose(member, f"{member.name} could not be started again: {reason}")
 
     def _start(self, member: Member) -> EngineReady:
         member.client = member.start(self._first_ready, member.stats_before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -63,10 +64,16 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         """Client of an engine process. executor: `"module:attribute"` of a callable from EngineConfig to Executor,
         imported by the process. name: process title after "quire: ". process: waiting process; None: start one."""
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
-        process = EngineProcess(name) if process is None else process
-        process.tell(msgspec.json.encode(LaunchSpec(options, executor, str(self._directory.path), process.child_fd)))
-        self._process, self._alive_fd = process.popen, process.alive_fd
-        self._abandon = weakref.finalize(self, _abandon, self._process, self._directory, os.getpid())
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._directory.remove)
+            process = EngineProcess(name) if process is None else process
+            undo.callback(kill, process.popen)
+            process.tell(
+                msgspec.json.encode(LaunchSpec(options, executor, str(self._directory.path), process.child_fd))
+            )
+            self._process, self._alive_fd = process.popen, process.alive_fd
+            self._abandon = weakref.finalize(self, _abandon, self._process, self._directory, os.getpid())
+            undo.pop_all()
         self._startup_deadline = time.monotonic() + startup_timeout
         self._startup_timeout = startup_timeout
         self._error_id = errors.new_error_id()

@@ -53,7 +53,8 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(child, signal.SIGKILL)
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # a line that it never read
+        process.stdin.close()
 
 
 def _children(parent: int, stack: contextlib.ExitStack) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, AddRequest, Call, EngineReady
 from quire.errors import EngineDeadError, InternalError, ModelLoadError
 from quire.kv_cache.stats import EngineStats
+from quire.request import FinishReason
 from tests.engine.driving import add, call, stats, tokens_until_finished
 from tests.engine.requests import KINDS, Heard, hear, hear_rest, request, told
 from tests.fakes.mortal import FAKE, MortalClient
@@ -129,6 +132,21 @@ def test_a_request_that_comes_while_others_are_tried_is_served(small: EngineOpti
         assert outputs is not None
         for update in outputs.updates:
             tokens[update.request_id] += len(update.new_token_ids)
+    client.shutdown()
+
+
+def test_a_call_for_all_requests_reaches_those_that_a_search_keeps_back(small: EngineOptions) -> None:
+    client, engines = restarting(small, due_at([1, 1]))
+    requests = [request(number, max_tokens=60) for number in range(4)]
+    for each in requests:
+        client.send(AddRequest(each))
+    heard: Heard = {}
+    while len(engines) < 3 or not client.members[0].search.is_searching:
+        receive_updates(client, heard, 1)
+    assert not all(entry.is_sent for entry in client._entries.values())
+    client.send(Call(7, "abort_all"))
+    assert not hear_rest(client, requests, heard)
+    assert {updates[-1].finish_reason for updates in heard.values()} == {FinishReason.ABORT}
     client.shutdown()
 
 
@@ -346,7 +364,16 @@ def test_an_engine_that_dies_without_a_token_is_given_up(small: EngineOptions) -
     client.shutdown()
 
 
-def test_an_engine_that_cannot_start_again_is_given_up(small: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ModelLoadError("the checkpoint is gone"), "the checkpoint is gone"),
+        (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), "no more threads can be started"),
+    ],
+)
+def test_an_engine_that_cannot_start_again_is_given_up(
+    small: EngineOptions, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
     monkeypatch.setattr("quire.engine.fleet.PAUSE_SECONDS", 0.001)
     num_starts = 0
 
@@ -354,12 +381,12 @@ def test_an_engine_that_cannot_start_again_is_given_up(small: EngineOptions, mon
         nonlocal num_starts
         num_starts += 1
         if ready is not None:
-            raise ModelLoadError("the checkpoint is gone")
+            raise error
         return MortalClient(small, FAKE, lambda _request_ids: True, loses=False)
 
     client = Fleet([start])
     client.send(add("a"))
-    with pytest.raises(EngineDeadError, match="could not be started again: the checkpoint is gone: killed by the test"):
+    with pytest.raises(EngineDeadError, match=f"could not be started again: {reason}.*: killed by the test"):
         client.receive(5)
     assert num_starts == 4
     client.shutdown()

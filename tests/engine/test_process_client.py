@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import psutil
@@ -403,3 +404,15 @@ def test_a_parent_that_ends_before_it_spoke_is_no_error() -> None:
         [sys.executable, "-m", "quire.engine.boot"], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
     assert (process.returncode, process.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("step", ["__init__", "tell"])
+def test_a_process_that_cannot_be_started_leaves_nothing(
+    options: EngineOptions, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    before = set(psutil.Process().children())
+    monkeypatch.setattr(EngineProcess, step, Mock(side_effect=OSError("no memory")))
+    with pytest.raises(OSError, match="no memory"):
+        ProcessClient(options, executor=FAKES + "slow")
+    assert not runtime_directories()
+    assert set(psutil.Process().children()) == before

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire.utils.child_process import is_stopped, kill, start_interpreter
+from quire.utils.child_process import is_stopped, kill, start_interpreter, write_line
 from quire.utils.process_name import MAX_BYTES
 from tests.architecture.source import modules
 from tests.processes import has_ended
@@ -42,6 +42,15 @@ def test_a_child_that_is_stopped_ends_with_its_parent() -> None:
         parent.stdout.close()
         if child.is_running():
             child.kill()
+
+
+def test_a_process_that_died_before_it_read_is_closed() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    process.wait()
+    write_line(process, b"a line")
+    kill(process)
+    assert process.stdin is not None
+    assert process.stdin.closed
 
 
 def test_whether_a_process_stands_still() -> None:
