@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import select
 import socket
@@ -25,7 +26,7 @@ from quire.config.options import EngineOptions
 from quire.decoding.masks import Matcher
 from quire.errors import EngineDeadError, UserError
 from quire.logging import get_logger
-from quire.structured_output.mask_client import PREFIX, MaskClient, out_of_order
+from quire.structured_output.mask_client import HANG_SECONDS, PREFIX, MaskClient, out_of_order
 from quire.structured_output.messages import (
     LIMITS,
     Cancel,
@@ -50,6 +51,7 @@ MASK_SECONDS = 5.0
 """Longest wait of `await_mask` in seconds."""
 SPIN_SECONDS = 0.00005
 """Seconds for which a wait spins."""
+START_SECONDS = 60.0
 MAX_STARTS = 3
 """Starts of the fork server in a row without a message, after which its waiting work fails."""
 
@@ -75,6 +77,8 @@ class ConstraintService:
         self._connection: FrameConnection | None = None
         self._finalizer: weakref.finalize[..., ConstraintService] | None = None
         self._num_starts = 0
+        self._last_sign = 0.0
+        """time.monotonic() of the fork server's last message; after a start, of the latest end of its loading."""
         self._is_closed = False
         self._decoder = msgspec.msgpack.Decoder(Verdict)
         self._texts: weakref.WeakValueDictionary[str, ConstraintText] = weakref.WeakValueDictionary()
@@ -189,6 +193,7 @@ class ConstraintService:
                 return
             undo.pop_all()
         self._process, self._connection = process, FrameConnection(ours)
+        self._last_sign = time.monotonic() + START_SECONDS
         self._finalizer = weakref.finalize(self, _end, process, os.getpid())
 
     def _end_server(self) -> str:
@@ -209,15 +214,23 @@ class ConstraintService:
             connection.pump()
             frames = connection.receive()
             for frame in frames:
-                self._num_starts = 0
+                self._num_starts, self._last_sign = 0, time.monotonic()
                 self._take(self._decoder.decode(frame))
-            if not frames and connection.is_at_end:
+            if not frames and (connection.is_at_end or self._is_late()):
                 self._start_server_again()
         is_news = self.masks.receive()
         if not is_news:
             self.masks.check()
         self.flush()
         return is_news
+
+    def _is_late(self) -> bool:
+        """True if the fork server owes a verdict: it hangs, or is stopped."""
+        first = min((job.deadline for job in self._jobs.values()), default=math.inf)
+        seconds = time.monotonic() - max(first, self._last_sign + self._limits.seconds)
+        if seconds > HANG_SECONDS:
+            logger.warning("the fork server for structured outputs is %.0f s late, and is ended", seconds)
+        return seconds > HANG_SECONDS
 
     def _poll(self, seconds: float) -> None:
         poll = select.poll()

@@ -188,6 +188,24 @@ def test_a_fork_server_that_is_killed_is_replaced(service: ConstraintService) ->
     goes_on(service, matchers[1], 38)
 
 
+def test_a_fork_server_that_is_stopped_is_replaced(service: ConstraintService, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(service, TEXT)
+    stopped = service._process
+    assert stopped is not None
+    os.kill(stopped.pid, signal.SIGSTOP)
+    _wait_until(lambda: _state(stopped.pid) == "T")
+    new = begin(service, OTHER)
+    [job] = service._jobs.values()
+    for waited in (-3600.0, service_module.HANG_SECONDS + 1):
+        assert service._process is stopped
+        job.deadline = time.monotonic() - waited
+        service._last_sign = job.deadline - service._limits.seconds
+        service.wait_answer(0.0)
+    settle(service, new)
+    assert new.error is None
+    assert service._process is not stopped
+
+
 def test_a_fork_server_that_is_killed_while_a_mask_is_waited_for(service: ConstraintService) -> None:
     [matcher, other] = running(service, 2)
     assert service._process is not None
