@@ -78,7 +78,7 @@ class ConstraintService:
         self._finalizer: weakref.finalize[..., ConstraintService] | None = None
         self._num_starts = 0
         self._last_sign = 0.0
-        """time.monotonic() of the fork server's last message; after a start, of the latest end of its loading."""
+        """time.monotonic() of the fork server's last message, or latest end of loading."""
         self._is_closed = False
         self._decoder = msgspec.msgpack.Decoder(Verdict)
         self._texts: weakref.WeakValueDictionary[str, ConstraintText] = weakref.WeakValueDictionary()
@@ -167,7 +167,7 @@ class ConstraintService:
     # The fork server
 
     def _send(self, message: Rehearse | StartMasks, descriptors: Sequence[int] = ()) -> bool:
-        """Send a message, and close its descriptors. False: the fork server cannot be started now."""
+        """Send a message. False: the fork server cannot be started."""
         if self._connection is None:
             self._start_server()
         if self._connection is None:
@@ -225,7 +225,7 @@ class ConstraintService:
         return is_news
 
     def _is_late(self) -> bool:
-        """True if the fork server owes a verdict: it hangs, or is stopped."""
+        """True if the fork server owes a verdict."""
         first = min((job.deadline for job in self._jobs.values()), default=math.inf)
         seconds = time.monotonic() - max(first, self._last_sign + self._limits.seconds)
         if seconds > HANG_SECONDS:
