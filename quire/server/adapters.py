@@ -14,12 +14,12 @@ from fastapi import FastAPI, Request, Response
 
 from quire.adapter_orders import AdapterRef
 from quire.config.adapter_files import NO_SUMS
-from quire.errors import ConfigError, QuireError, UserError
+from quire.errors import ConfigError, UserError
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.server.auth import admin
-from quire.server.errors import invalid_request
+from quire.server.errors import invalid_request, unavailable
 from quire.server.numbered_adapters import NumberedAdapters, add_scale_route
 from quire.server.protocol.common import LoraScale, RequestStruct
 from quire.server.reading import read_request
@@ -146,7 +146,7 @@ class ServedAdapters:
 
     async def load(self, module: LoraModule, *, load_inplace: bool = False, is_new: bool = True) -> None:
         """Read an adapter and compute one token with it, to refuse one that does not fit the model. is_new: refuse a
-        taken name. Raises UserError."""
+        taken name. Raises UserError, and ApiError (503) in a pause."""
         if module.name in self._base_names:
             raise UserError(f"the name {module.name!r} is the model's own", param="lora_name")
         adapters = self._engine.adapters
@@ -159,9 +159,11 @@ class ServedAdapters:
                     adapters.add_name, module.name, module.path, module.base_model_name, load_inplace=load_inplace
                 )
                 try:
+                    if self._engine.pauses:  # the token would wait for its end, and all that loads for the token
+                        raise unavailable("the engine is paused, and loads adapters again after POST /resume")
                     await self._try(adapters.named(module.name))
                     self._publish(module.name, "replace" if load_inplace else "refuse" if is_new else "keep")
-                except QuireError:
+                except BaseException:
                     adapters.remove(module.name)
                     if before is not None:
                         await asyncio.to_thread(adapters.add_name, before.name, before.path, before.base_model_name)

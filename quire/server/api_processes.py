@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from quire import envs
 from quire.config.options import EngineOptions
@@ -63,6 +64,7 @@ MAX_ACCEPTED = 64
 EXIT_SECONDS = SHUTDOWN_GRACE_SECONDS + 3
 STOPPED_TICKS = 50
 """Successive checks that find a process stopped (SIGSTOP) before it is replaced."""
+RETRY_SECONDS = 1.0
 
 
 def serve_with_processes(
@@ -331,22 +333,26 @@ class _Parent:
     def _start(self, slot: int, *, preloads: bool = False) -> None:
         assert self._loop is not None
         count = self._settings.api_server_count
-        session = self._engine.open_session()
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        launch = ApiLaunch(
-            self._options,
-            share_of(self._settings, count),
-            str(self._directory.path),
-            session,
-            slot,
-            count + 1,
-            theirs.fileno(),
-            preloads,
-        )
-        popen = start_interpreter(
-            "quire.server.api_process", f"quire: api {slot}", msgspec.json.encode(launch), [theirs.fileno()]
-        )
-        theirs.close()
+        with contextlib.ExitStack() as undo:
+            session = self._engine.open_session()
+            undo.callback(self._engine.close_session, session)
+            control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(control.close)
+            with theirs:
+                launch = ApiLaunch(
+                    self._options,
+                    share_of(self._settings, count),
+                    str(self._directory.path),
+                    session,
+                    slot,
+                    count + 1,
+                    theirs.fileno(),
+                    preloads,
+                )
+                popen = start_interpreter(
+                    "quire.server.api_process", f"quire: api {slot}", msgspec.json.encode(launch), [theirs.fileno()]
+                )
+            undo.pop_all()
         control.setblocking(False)
         self._loads.take_slot(slot, popen.pid)
         process = self._processes[slot] = _Process(slot, session, popen, control)
@@ -398,7 +404,17 @@ class _Parent:
                 return
         if not self._is_draining:
             logger.warning("%s; another one is started", error)
-            self._start(process.slot)
+            self._replace(process.slot)
+
+    def _replace(self, slot: int) -> None:
+        if self._is_draining or self._is_leaving or self._is_over:
+            return
+        assert self._loop is not None
+        try:
+            self._start(slot)
+        except (OSError, zmq.ZMQError) as error:  # no memory or descriptors for a moment
+            logger.warning("API process %d cannot be started for now: %s", slot, error)
+            self._loop.call_later(RETRY_SECONDS, self._replace, slot)
 
 
 def share_of(settings: ServerSettings, count: int) -> ServerSettings:

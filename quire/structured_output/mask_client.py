@@ -141,6 +141,8 @@ class MaskClient:
             self._take_ended()
             return
         connection = self.connection or self._start_process()
+        if connection is None:
+            return
         work = MaskWork(0, self._take_ended() if self.ended_slots else [], [], [], [], [], [])
         if self._tried is None or not self._is_one_alone():
             self._add_copies(work)
@@ -381,18 +383,24 @@ class MaskClient:
     def _busy(self) -> list[Busy]:
         return [] if self._memory is None else self._memory.busy(NUM_THREADS)
 
-    def _start_process(self) -> FrameConnection:
-        ours, theirs = socket.socketpair()
-        descriptor = make_memory()
-        self._memory = MaskMemory(descriptor, self._vocab_size)
-        if not self._num_slots:
-            self._num_slots = self._memory.num_slots
-            self._free_slots = [slot for slot in range(self._num_slots) if slot not in self._matchers]
-        self._memory.hold(self._num_slots)
-        self.connection = FrameConnection(ours)
-        self._last_sign = time.monotonic()
-        self.is_starting = True
-        self._start(theirs.detach(), os.dup(descriptor))
+    def _start_process(self) -> FrameConnection | None:
+        try:
+            ours, theirs = socket.socketpair()
+            self.connection = FrameConnection(ours)
+            with theirs:
+                descriptor = make_memory()
+                self._memory = MaskMemory(descriptor, self._vocab_size)
+                if not self._num_slots:
+                    self._num_slots = self._memory.num_slots
+                    self._free_slots = [slot for slot in range(self._num_slots) if slot not in self._matchers]
+                self._memory.hold(self._num_slots)
+                self._last_sign = time.monotonic()
+                self.is_starting = True
+                memory = os.dup(descriptor)
+                self._start(theirs.detach(), memory)
+        except OSError as error:  # no memory or descriptors for a moment
+            logger.warning("the process that makes masks cannot be started: %s", error)
+            self._restart([])
         return self.connection
 
     def _restart(self, slots: list[int], *, is_hang: bool = False) -> None:

@@ -6,7 +6,9 @@ A client's text is first rehearsed in a fork (fork_server.py); matchers of good 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import os
 import select
 import socket
@@ -24,7 +26,7 @@ from quire.config.options import EngineOptions
 from quire.decoding.masks import Matcher
 from quire.errors import EngineDeadError, UserError
 from quire.logging import get_logger
-from quire.structured_output.mask_client import PREFIX, MaskClient, out_of_order
+from quire.structured_output.mask_client import HANG_SECONDS, PREFIX, MaskClient, out_of_order
 from quire.structured_output.messages import (
     LIMITS,
     Cancel,
@@ -49,6 +51,7 @@ MASK_SECONDS = 5.0
 """Longest wait of `await_mask` in seconds."""
 SPIN_SECONDS = 0.00005
 """Seconds for which a wait spins."""
+START_SECONDS = 60.0
 MAX_STARTS = 3
 """Starts of the fork server in a row without a message, after which its waiting work fails."""
 
@@ -74,6 +77,8 @@ class ConstraintService:
         self._connection: FrameConnection | None = None
         self._finalizer: weakref.finalize[..., ConstraintService] | None = None
         self._num_starts = 0
+        self._last_sign = 0.0
+        """time.monotonic() of the fork server's last message, or latest end of loading."""
         self._is_closed = False
         self._decoder = msgspec.msgpack.Decoder(Verdict)
         self._texts: weakref.WeakValueDictionary[str, ConstraintText] = weakref.WeakValueDictionary()
@@ -161,21 +166,39 @@ class ConstraintService:
 
     # The fork server
 
-    def _start_server(self) -> FrameConnection:
+    def _send(self, message: Rehearse | StartMasks, descriptors: Sequence[int] = ()) -> bool:
+        """Send a message. False: the fork server cannot be started."""
+        if self._connection is None:
+            self._start_server()
+        if self._connection is None:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return False
+        self._connection.send(message, descriptors)
+        return True
+
+    def _start_server(self) -> None:
         if self._is_closed:
             raise EngineDeadError("the engine was shut down")
         self._num_starts += 1
-        ours, theirs = socket.socketpair()
-        with theirs:
-            line = msgspec.json.encode(msgspec.structs.replace(self._setup, fd=theirs.fileno()))
-            process = start_interpreter(self._module, "quire: grammars", line, [theirs.fileno()])
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                with theirs:
+                    line = msgspec.json.encode(msgspec.structs.replace(self._setup, fd=theirs.fileno()))
+                    process = start_interpreter(self._module, "quire: grammars", line, [theirs.fileno()])
+            except OSError as error:  # no memory or descriptors for a moment
+                logger.warning("the fork server for structured outputs cannot be started: %s", error)
+                return
+            undo.pop_all()
         self._process, self._connection = process, FrameConnection(ours)
+        self._last_sign = time.monotonic() + START_SECONDS
         self._finalizer = weakref.finalize(self, _end, process, os.getpid())
-        return self._connection
 
     def _end_server(self) -> str:
         if self._process is None or self._connection is None or self._finalizer is None:
-            return ""
+            return "cannot be started"
         self._finalizer()
         self._connection.close()
         how = describe_exit(self._process.returncode or 0)
@@ -185,19 +208,29 @@ class ConstraintService:
     def _receive(self) -> bool:
         """Process the messages that have come. False: the mask process sent none."""
         connection = self._connection
-        if connection is not None and (self._jobs or self.masks.is_starting or connection.is_at_end):
+        if connection is None and self._jobs:
+            self._start_server_again()
+        elif connection is not None and (self._jobs or self.masks.is_starting or connection.is_at_end):
             connection.pump()
             frames = connection.receive()
             for frame in frames:
-                self._num_starts = 0
+                self._num_starts, self._last_sign = 0, time.monotonic()
                 self._take(self._decoder.decode(frame))
-            if not frames and connection.is_at_end:
+            if not frames and (connection.is_at_end or self._is_late()):
                 self._start_server_again()
         is_news = self.masks.receive()
         if not is_news:
             self.masks.check()
         self.flush()
         return is_news
+
+    def _is_late(self) -> bool:
+        """True if the fork server owes a verdict."""
+        first = min((job.deadline for job in self._jobs.values()), default=math.inf)
+        seconds = time.monotonic() - max(first, self._last_sign + self._limits.seconds)
+        if seconds > HANG_SECONDS:
+            logger.warning("the fork server for structured outputs is %.0f s late, and is ended", seconds)
+        return seconds > HANG_SECONDS
 
     def _poll(self, seconds: float) -> None:
         poll = select.poll()
@@ -218,24 +251,20 @@ class ConstraintService:
             self.masks.close()
             return
         self.masks.start_again()
-        if self._jobs:
-            connection = self._connection or self._start_server()
-            for number, job in self._jobs.items():
-                text = job.text()
-                if text is not None:
-                    connection.send(Rehearse(number, text.text, job.client, job.deadline))
+        for number, job in self._jobs.items():
+            text = job.text()
+            if text is not None and not self._send(Rehearse(number, text.text, job.client, job.deadline)):
+                return
 
     def _start_masks(self, connection: int, memory: int) -> None:
-        server = self._connection or self._start_server()
-        server.send(StartMasks(), [connection, memory])
+        self._send(StartMasks(), [connection, memory])
 
     # Rehearsals
 
     def _begin_rehearsal(self, text: ConstraintText, client: str) -> None:
         text.job = next(self._numbers)
         job = self._jobs[text.job] = Job(weakref.ref(text), client, time.monotonic() + self._limits.seconds)
-        connection = self._connection or self._start_server()
-        connection.send(Rehearse(text.job, text.text, client, job.deadline))
+        self._send(Rehearse(text.job, text.text, client, job.deadline))
 
     def _take(self, verdict: Verdict) -> None:
         job = self._jobs.pop(verdict.job, None)

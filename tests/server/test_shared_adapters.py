@@ -28,12 +28,14 @@ class Process:
 
     def __init__(self, shared: Path, directory: Path) -> None:
         self.known = KnownAdapters(LIMITS)
-        engine: Any = SimpleNamespace(
+        self.engine = SimpleNamespace(
             adapters=self.known,
             engine_config=SimpleNamespace(adapters=LIMITS),
             model_config=SimpleNamespace(pooling=True),
             pool=self._pool,
+            pauses=False,
         )
+        engine: Any = self.engine
         self.served = ServedAdapters(engine, str(directory), ("base",), SharedAdapters.of(shared))
 
     async def _pool(self, *arguments: object, **keywords: object) -> None:
@@ -135,6 +137,24 @@ async def test_a_name_that_another_forgets_as_soon_as_it_is_told(
     await first.served.load(LoraModule("mine", str(directory / "one")))
     await second.served.unload("mine")
     assert first.served.names == []
+
+
+async def test_none_is_loaded_in_a_pause(pair: tuple[Process, Process], directory: Path) -> None:
+    """The token that tries it would wait for the pause's end."""
+    first, second = pair
+    await first.served.load(LoraModule("mine", str(directory / "one")))
+    before = first.digest("mine")
+    first.engine.pauses = True
+    for name in ("mine", "other"):
+        with pytest.raises(ApiError, match="is paused") as caught:
+            await first.served.load(LoraModule(name, str(directory / "two")), load_inplace=True)
+        assert caught.value.status == 503
+    for each in pair:
+        assert each.served.names == ["mine"]
+        assert each.digest("mine") == before
+    first.engine.pauses = False
+    await first.served.load(LoraModule("mine", str(directory / "two")), load_inplace=True)
+    assert first.digest("mine") == second.digest("mine") != before
 
 
 async def test_adapters_of_the_start_are_loaded_by_all(pair: tuple[Process, Process], directory: Path) -> None:

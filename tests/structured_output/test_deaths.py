@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.errors import UserError
 from quire.structured_output import mask_client
+from quire.structured_output import service as service_module
 from quire.structured_output.messages import RehearsalLimits
 from quire.structured_output.remote_matcher import RemoteMatcher
 from quire.structured_output.service import ConstraintService
@@ -185,6 +188,24 @@ def test_a_fork_server_that_is_killed_is_replaced(service: ConstraintService) ->
     goes_on(service, matchers[1], 38)
 
 
+def test_a_fork_server_that_is_stopped_is_replaced(service: ConstraintService, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(service, TEXT)
+    stopped = service._process
+    assert stopped is not None
+    os.kill(stopped.pid, signal.SIGSTOP)
+    _wait_until(lambda: _state(stopped.pid) == "T")
+    new = begin(service, OTHER)
+    [job] = service._jobs.values()
+    for waited in (-3600.0, service_module.HANG_SECONDS + 1):
+        assert service._process is stopped
+        job.deadline = time.monotonic() - waited
+        service._last_sign = job.deadline - service._limits.seconds
+        service.wait_answer(0.0)
+    settle(service, new)
+    assert new.error is None
+    assert service._process is not stopped
+
+
 def test_a_fork_server_that_is_killed_while_a_mask_is_waited_for(service: ConstraintService) -> None:
     [matcher, other] = running(service, 2)
     assert service._process is not None
@@ -285,6 +306,72 @@ def test_a_fork_server_that_ends_again_and_again() -> None:
         assert matcher.error is not None
         assert "exited with status 3" in matcher.error.message
     service.close()
+
+
+class Room:
+    """The system's room for another process. num_failing: starts that fail before there is some."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: object, name: str) -> None:
+        self.num_failing = 0
+        self._work = getattr(target, name)
+        monkeypatch.setattr(target, name, self._try)
+
+    def _try(self, *arguments: Any) -> Any:
+        if self.num_failing > 0:
+            self.num_failing -= 1
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return self._work(*arguments)
+
+
+ALWAYS = 10**9
+
+
+def test_a_fork_server_that_cannot_be_started_refuses_what_waits_for_it(
+    service: ConstraintService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(monkeypatch, service_module, "start_interpreter")
+    room.num_failing = ALWAYS
+    service.idle()
+    matcher = start(service, TEXT)
+    assert matcher.error is not None
+    assert "cannot be started" in matcher.error.message
+    room.num_failing = 2
+    [matcher] = running(service, 1)
+    goes_on(service, matcher, 39)
+
+
+@pytest.mark.parametrize("num_failing", [2, ALWAYS])
+def test_a_fork_server_that_is_killed_and_cannot_be_started_again(
+    service: ConstraintService, monkeypatch: pytest.MonkeyPatch, num_failing: int
+) -> None:
+    """At work for a sequence, whose text needs no rehearsal."""
+    room = Room(monkeypatch, service_module, "start_interpreter")
+    [matcher] = running(service, 1)
+    room.num_failing = num_failing
+    assert service._process is not None
+    pids = [service._process.pid, masks_process(service)]
+    os.kill(pids[0], signal.SIGKILL)
+    _wait_until(lambda: not any(map(_lives, pids)))
+    matcher.advance([token_of("c")], 0)
+    settle(service, matcher)
+    if num_failing == ALWAYS:
+        assert matcher.error is not None
+        assert "out of order" in matcher.error.message
+        room.num_failing = 0
+        [matcher] = running(service, 1)
+        advance(service, matcher, token_of("c"))
+    goes_on(service, matcher, 38)
+
+
+@pytest.mark.parametrize("target", [mask_client.socket, mask_client.os, mask_client])
+def test_a_mask_process_for_which_there_are_no_descriptors_for_a_moment(
+    service: ConstraintService, monkeypatch: pytest.MonkeyPatch, target: object
+) -> None:
+    service.idle()
+    name = {"socket": "socketpair", "os": "dup"}.get(getattr(target, "__name__", ""), "make_memory")
+    Room(monkeypatch, target, name).num_failing = 2
+    [matcher] = running(service, 1)
+    goes_on(service, matcher, 39)
 
 
 PARENT = """
