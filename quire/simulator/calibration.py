@@ -318,7 +318,6 @@ def _errors(measured: Vector, predicted: Vector) -> Errors:
 
 
 def _evenly(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """At most `count` samples, evenly chosen, half of them steps that compute prompt tokens."""
     chunks = [sample for sample in samples if sample.work.num_chunks]
     rest = [sample for sample in samples if not sample.work.num_chunks]
     most = max(count // 2, count - len(rest))

@@ -183,7 +183,7 @@ def test_names_in_the_statistics() -> None:
 
 
 def test_slots_of_workers_that_dropped_their_weights_are_free() -> None:
-    """Also that of a load under way, whose end nobody reports any more."""
+    """A load under way has a slot too, and no result will report its end."""
     slots = Slots(num_slots=2)
     slots.load(A)
     assert slots.ask(B) is not None
