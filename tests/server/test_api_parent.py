@@ -8,13 +8,13 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Collection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from quire import envs
 from quire.config.options import EngineOptions
 from quire.server import api_processes
 from quire.server.api_process import NUMBERS_FILE, Serving
@@ -77,14 +77,14 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOMEM])
 async def test_a_process_that_cannot_be_forked_for_a_moment_is_started_later(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts = Starts()
     monkeypatch.setattr(api_processes, "SharedEngine", Engine)
     monkeypatch.setattr(api_processes, "start_interpreter", starts)
     monkeypatch.setattr(api_processes, "RETRY_SECONDS", 0.0)
     options, settings = EngineOptions(), ServerSettings(port=0, api_server_count=COUNT)
-    directory = RuntimeDirectory.create(tmp_path)
+    directory = RuntimeDirectory.create(envs.runtime_directory())
     numbers = Numbers.create(directory.path / NUMBERS_FILE, COUNT + 1)
     with bind(settings) as listener:
         fleet: Any = None
