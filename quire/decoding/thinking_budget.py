@@ -63,13 +63,7 @@ class BudgetMatcher:
 
     @property
     def error(self) -> UserError | None:
-        if self._inner is None or self._inner.error is not None:
-            return None if self._inner is None else self._inner.error
-        if self._num_asked <= self._inner.num_accepted < self._num_asked + len(self._own):
-            return UserError(
-                "the mark that ends the thoughts does not follow the constraint", param="structured_outputs"
-            )
-        return None
+        return None if self._inner is None else self._inner.error
 
     @property
     def num_accepted(self) -> int:
@@ -95,7 +89,8 @@ class BudgetMatcher:
         self._num_asked, self._own, self._num_followed = len(token_ids), [], 0
         for token_id in token_ids:
             self.follow(token_id)
-        while self._forced and len(self._own) < num_forced:
+        # Around a constraint the mask brings the mark: only where the constraint allows it.
+        while self._inner is None and self._forced and len(self._own) < num_forced:
             self._own.append(self._forced[0])
             self.follow(self._own[-1])
         self._drafts = drafts_behind(self._own, drafts)
@@ -106,10 +101,11 @@ class BudgetMatcher:
             self._inner.advance(asked, num_left, with_mask=with_mask, drafts=self._drafts)
 
     def follow(self, token_id: int) -> None:
-        if self._forced:
+        if self._forced[:1] == [token_id]:
             self._forced = self._forced[1:]
             self._is_thinking = bool(self._forced)
-            self._recent.clear()
+            if not self._is_thinking:
+                self._recent.clear()
             return
         self._recent.append(token_id)
         if self._is_thinking:
@@ -132,9 +128,7 @@ class BudgetMatcher:
 
     def mask(self) -> bytes | None:
         self._follow_inner()
-        if self._forced:
-            return self.mask_of(self._forced[0])
-        return None if self._inner is None else self._inner.mask()
+        return self._narrowed(None if self._inner is None else self._inner.mask())
 
     def draft_masks(self) -> list[bytes]:
         self._follow_inner()
@@ -145,8 +139,15 @@ class BudgetMatcher:
         masks = []
         for token_id, mask in zip(drafts, [b""] * len(drafts) if inner is None else inner, strict=False):
             budget.follow(token_id)
-            masks.append(self.mask_of(budget._forced[0]) if budget._forced else mask)
+            narrowed = budget._narrowed(mask or None)
+            masks.append(b"" if narrowed is None else narrowed)
         return masks
+
+    def _narrowed(self, mask: bytes | None) -> bytes | None:
+        """Mask of the end mark's next token, if it is due and `mask` (None: all tokens) allows it; else `mask`."""
+        token_id = self._forced[0] if self._forced else -1
+        is_allowed = token_id >= 0 and (mask is None or bool(mask[token_id // 8] >> token_id % 8 & 1))
+        return self.mask_of(token_id) if is_allowed else mask
 
     def mask_of(self, *token_ids: int) -> bytes:
         return mask_of(token_ids, self._num_bytes)

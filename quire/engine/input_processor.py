@@ -199,7 +199,10 @@ class InputProcessor:
             params = msgspec.structs.replace(params, structured_outputs=None)  # workers do not need the schema
         else:
             params = copy(params)  # the caller may modify the original
-        thinking_budget = self._thinking_budget(params, token_ids) if params.has_thinking_budget else None
+        thinking_budget = None
+        if params.has_thinking_budget:
+            is_held = bool(constraint) and not constraint_start
+            thinking_budget = self._thinking_budget(params, token_ids, is_held=is_held)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -228,7 +231,7 @@ class InputProcessor:
         self.check_token_ids(predicted, "prediction")
         return token_ids[-self.prediction_tail :] + predicted[: self.max_model_len]
 
-    def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
+    def _thinking_budget(self, params: SamplingParams, token_ids: list[int], *, is_held: bool) -> ThinkingBudget:
         form, tokenizer = self.reasoning, self.tokenizer
         if form is None or tokenizer is None:
             raise UserError(
@@ -243,7 +246,7 @@ class InputProcessor:
             )
         self.check_embedding(tokenizer, start + end)
         tail = tokenizer.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
-        is_open = form.thought_after(tail) is Thought.OPEN
+        is_open = form.thought_after(tail, is_held=is_held) is Thought.OPEN
         return ThinkingBudget(params.thinking_token_budget or 0, start, end, is_open)
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:

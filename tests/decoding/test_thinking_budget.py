@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.decoding.masks import ConstraintSpec
+from quire.decoding.masks import ConstraintSpec, mask_of
 from quire.decoding.thinking_budget import BudgetConstraint
 from quire.errors import UserError
 from quire.sampling_params import SamplingParams, ThinkingBudget
@@ -106,8 +106,8 @@ def test_tokens_that_the_inner_constraint_forces_count_as_thoughts_when_they_are
     assert list(matcher.forced) == [*START, 3]
     assert allowed(matcher.mask()) == END[:1], "the mark opened thoughts, and one token used the budget up"
     matcher.advance(END[:1], 9)
-    assert list(matcher.forced)[: len(END) - 1] == END[1:]
-    assert inner.asked[-1][:-1] == END
+    assert allowed(matcher.mask()) == END[1:]
+    assert inner.asked[-1][:-1] == END[:1]
 
 
 def test_no_inner_token_is_forced_within_thoughts() -> None:
@@ -119,14 +119,46 @@ def test_no_inner_token_is_forced_within_thoughts() -> None:
     assert inner.asked == [[5, 0]]
 
 
-def test_a_mark_that_the_inner_constraint_refuses_ends_the_sequence() -> None:
-    inner = Fixed([5], [])
-    matcher = BudgetConstraint(inner, ThinkingBudget(1, START, END, is_open=True), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
-        ConstraintSpec(), []
-    )
-    matcher.advance([5], 9)
-    assert matcher.error is not None
-    assert "thoughts" in matcher.error.message
+class Narrow(Fixed):
+    """One that allows the tokens of `allows` only."""
+
+    allows: list[int]
+
+    def mask(self) -> bytes | None:
+        return mask_of(self.allows, 12)
+
+    def draft_masks(self) -> list[bytes]:
+        return [mask_of(self.allows, 12)] * self.num_drafts
+
+
+def test_a_mark_waits_until_the_inner_constraint_allows_it() -> None:
+    """Between the tokens of a character, say, or where the constraint itself ends the thoughts."""
+    inner = Narrow(list(range(VOCAB_SIZE)), [])
+    constraint = BudgetConstraint(inner, ThinkingBudget(1, START, END, is_open=True), VOCAB_SIZE)  # type: ignore[arg-type]
+    matcher = constraint.matcher(ConstraintSpec(), [])
+    for token_id, allows, expected in (
+        (5, [7, 8], [7, 8]),
+        (7, [3, 8], END[:1]),
+        (3, [8], [8]),  # in the middle of the mark
+        (8, [3, 8], END[:1]),
+        (3, [4, 8], END[1:]),
+        (4, [7, 8], [7, 8]),
+    ):
+        inner.allows = allows
+        matcher.advance([token_id], 9, drafts=[allows[0]])
+        assert allowed(matcher.mask()) == expected
+        assert not matcher.forced
+        assert matcher.error is None
+    assert not matcher._is_thinking
+
+
+def test_masks_behind_drafts_hold_the_mark_where_the_inner_constraint_allows_it() -> None:
+    inner = Narrow(list(range(VOCAB_SIZE)), [])
+    inner.allows = [3, 8]
+    constraint = BudgetConstraint(inner, ThinkingBudget(2, START, END, is_open=True), VOCAB_SIZE)  # type: ignore[arg-type]
+    matcher = constraint.matcher(ConstraintSpec(), [])
+    matcher.advance([9], 0, drafts=[8, 3, 8, 3])
+    assert [allowed(mask) for mask in matcher.draft_masks()] == [[3], [3, 8], [3], [3, 8]]
 
 
 def test_what_it_does_not_go_with() -> None:
