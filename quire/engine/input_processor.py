@@ -174,10 +174,13 @@ class InputProcessor:
         if params.skip_reading_prefix_cache:
             cache_salt += uuid.uuid4().hex  # a unique salt: no cached block matches
         check_unicode(request_id, param="request_id")
-        token_ids = self._tokens(content, params, add_special_tokens)
         images: list[PromptImage] = []
         if isinstance(prompt, Mapping) and has_images(prompt):
+            whole = msgspec.structs.replace(params, truncate_prompt_tokens=None)
+            token_ids = self._tokens(content, whole, add_special_tokens)
             token_ids, images = self._place_images(token_ids, prompt, params, media)
+        else:
+            token_ids = self._tokens(content, params, add_special_tokens)
         room = self.max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise UserError(
@@ -352,25 +355,34 @@ class InputProcessor:
         if not content or not token_ids:
             raise UserError("the prompt is empty: at least one token is needed", param="prompt")
         if keep is not None:
-            if keep == -1:
-                keep = max(1, self.max_model_len - (params.max_tokens or 1))
+            keep = self._num_kept(params)
             token_ids = token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
         self.check_room(token_ids)
         return token_ids
 
+    def _num_kept(self, params: SamplingParams) -> int:
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return self.max_model_len
+        return max(1, self.max_model_len - (params.max_tokens or 1)) if keep == -1 else keep
+
     def _place_images(
         self, token_ids: list[int], prompt: Mapping[str, Any], params: SamplingParams, options: MediaOptions
     ) -> tuple[list[int], list[PromptImage]]:
-        if params.truncate_prompt_tokens is not None:
-            raise UserError("truncate_prompt_tokens is not supported beside images", param="truncate_prompt_tokens")
         if isinstance(self.images, NoImages):
             raise UserError(f"{IMAGE_KEY} is not supported: {self.images.reason}", param=IMAGE_KEY)
         if isinstance(given := prompt.get(IMAGE_KEY), PlacedImages):
-            return token_ids, list(given)
-        pictures = pictures_of(prompt)
-        self.images.check_numbers(pictures)
-        token_ids, placed = self.images.place(token_ids, self._prepared(self.images, pictures, options), IMAGES)
-        self.check_room(token_ids)
+            placed = list(given)
+        else:
+            pictures = pictures_of(prompt)
+            self.images.check_numbers(pictures)
+            token_ids, placed = self.images.place(token_ids, self._prepared(self.images, pictures, options), IMAGES)
+            self.check_room(token_ids)
+        if len(token_ids) > (keep := self._num_kept(params)):
+            raise UserError(
+                f"truncate_prompt_tokens cuts no prompt with images: it has {len(token_ids)} tokens, more than {keep}",
+                param="truncate_prompt_tokens",
+            )
         return token_ids, placed
 
     def _prepared(self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions) -> list[ReadyMedium]:

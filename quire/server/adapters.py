@@ -151,7 +151,7 @@ class ServedAdapters:
             raise UserError(f"the name {module.name!r} is the model's own", param="lora_name")
         adapters = self._engine.adapters
         async with self._changing:
-            before = self.find(module.name)
+            before = None if self.find(module.name) is None else adapters.known(module.name)
             if before is not None and not is_new:
                 return
             with self._loads(module.name):
@@ -164,9 +164,11 @@ class ServedAdapters:
                     await self._try(adapters.named(module.name))
                     self._publish(module.name, "replace" if load_inplace else "refuse" if is_new else "keep")
                 except BaseException:
-                    adapters.remove(module.name)
-                    if before is not None:
-                        await asyncio.to_thread(adapters.add_name, before.name, before.path, before.base_model_name)
+                    if before is None:
+                        adapters.remove(module.name)
+                    else:  # as it was read: its files may be others now
+                        request, ref = before
+                        adapters.learn(module.name, request.lora_path, ref, request.base_model_name)
                     raise
 
     @contextlib.contextmanager

@@ -135,6 +135,11 @@ async def test_other_apis(served: Served) -> None:
     more = {"max_output_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     answer = (await served.client.post("/v1/responses", json={"model": "tiny", "input": items, **more})).json()
     assert answer["output"][0]["content"][0]["text"] == wanted
+    cut = {"model": "tiny", "input": items, **more, "truncation": "auto"}
+    fits = (await served.client.post("/v1/responses", json=cut)).json()
+    assert fits["output"][0]["content"][0]["text"] == wanted
+    error = (await served.client.post("/v1/responses", json={**cut, "max_output_tokens": 10**6})).json()["error"]
+    assert (error["param"], error["message"].split(" with images")[0]) == ("truncation", "truncation cuts no prompt")
     again = {"model": "tiny", "previous_response_id": answer["id"], "input": "w6", **more}
     second = (await served.client.post("/v1/responses", json=again)).json()
     assert second["usage"]["input_tokens"] > answer["usage"]["input_tokens"]

@@ -139,6 +139,24 @@ async def test_a_name_that_another_forgets_as_soon_as_it_is_told(
     assert first.served.names == []
 
 
+async def test_an_adapter_outlives_files_that_do_not_fit(
+    pair: tuple[Process, Process], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    module = LoraModule("mine", str(directory / "one"))
+    await first.served.load(module)
+    before = first.digest("mine")
+    write(directory / "one", {}, {"r": 3, "lora_alpha": 8})
+
+    async def refuse(_adapter: object) -> None:
+        raise UserError("it does not fit")
+
+    monkeypatch.setattr(first.served, "_try", refuse)
+    with pytest.raises(UserError, match="does not fit"):
+        await first.served.load(module, load_inplace=True)
+    assert first.digest("mine") == second.digest("mine") == before is not None
+
+
 async def test_none_is_loaded_in_a_pause(pair: tuple[Process, Process], directory: Path) -> None:
     """The token that tries it would wait for the pause's end."""
     first, second = pair

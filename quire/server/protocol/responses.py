@@ -17,6 +17,7 @@ NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "truncate_prompt_tokens": "truncation",
 }
 """Chat endpoint's field names -> the ones here, for errors."""
 
