@@ -107,11 +107,13 @@ class BudgetMatcher:
             if not self._is_thinking:
                 self._recent.clear()
             return
+        if 0 < len(self._forced) < len(self._budget.end):  # the constraint takes the mark's beginning for other text
+            self._forced, self._is_thinking = [], False
         self._recent.append(token_id)
         if self._is_thinking:
             self._num_thought += 1
             if self._ends_with(self._budget.end):
-                self._is_thinking = False
+                self._forced, self._is_thinking = [], False
             elif self._num_thought == len(self._budget.start) and self._ends_with(self._budget.start):
                 self._num_thought = 0  # the model repeats the start mark of thoughts that the prompt opened
             self._check()

@@ -139,10 +139,8 @@ def test_a_mark_waits_until_the_inner_constraint_allows_it() -> None:
     for token_id, allows, expected in (
         (5, [7, 8], [7, 8]),
         (7, [3, 8], END[:1]),
-        (3, [8], [8]),  # in the middle of the mark
-        (8, [3, 8], END[:1]),
         (3, [4, 8], END[1:]),
-        (4, [7, 8], [7, 8]),
+        (4, [3, 8], [3, 8]),
     ):
         inner.allows = allows
         matcher.advance([token_id], 9, drafts=[allows[0]])
@@ -152,13 +150,28 @@ def test_a_mark_waits_until_the_inner_constraint_allows_it() -> None:
     assert not matcher._is_thinking
 
 
+@pytest.mark.parametrize("token_ids", [[5, 3, 8], [3, 4]])
+def test_the_mark_is_not_tried_again(token_ids: list[int]) -> None:
+    """Where the constraint took its beginning for other text, or wrote the mark itself as the budget ended."""
+    inner = Narrow(list(range(VOCAB_SIZE)), [])
+    constraint = BudgetConstraint(inner, ThinkingBudget(1, START, END, is_open=True), VOCAB_SIZE)  # type: ignore[arg-type]
+    matcher = constraint.matcher(ConstraintSpec(), [])
+    for token_id in token_ids:
+        inner.allows = [8]
+        matcher.advance([token_id], 9)
+        assert allowed(matcher.mask()) == [8]
+    inner.allows = [3, 8]
+    matcher.advance([8], 9)
+    assert allowed(matcher.mask()) == [3, 8]
+
+
 def test_masks_behind_drafts_hold_the_mark_where_the_inner_constraint_allows_it() -> None:
     inner = Narrow(list(range(VOCAB_SIZE)), [])
     inner.allows = [3, 8]
     constraint = BudgetConstraint(inner, ThinkingBudget(2, START, END, is_open=True), VOCAB_SIZE)  # type: ignore[arg-type]
     matcher = constraint.matcher(ConstraintSpec(), [])
     matcher.advance([9], 0, drafts=[8, 3, 8, 3])
-    assert [allowed(mask) for mask in matcher.draft_masks()] == [[3], [3, 8], [3], [3, 8]]
+    assert [allowed(mask) for mask in matcher.draft_masks()] == [[3], [3, 8], [3, 8], [3, 8]]
 
 
 def test_what_it_does_not_go_with() -> None:
