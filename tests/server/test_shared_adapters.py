@@ -26,7 +26,7 @@ LIMITS = AdaptersConfig(max_running=1, max_rank=16, num_slots=1)
 class Process:
     """The adapters of one API process, before an engine that takes any."""
 
-    def __init__(self, shared: Path, directory: Path) -> None:
+    def __init__(self, shared: Path | None, directory: Path) -> None:
         self.known = KnownAdapters(LIMITS)
         self.engine = SimpleNamespace(
             adapters=self.known,
@@ -36,7 +36,9 @@ class Process:
             pauses=False,
         )
         engine: Any = self.engine
-        self.served = ServedAdapters(engine, str(directory), ("base",), SharedAdapters.of(shared))
+        self.served = ServedAdapters(
+            engine, str(directory), ("base",), None if shared is None else SharedAdapters.of(shared)
+        )
 
     async def _pool(self, *arguments: object, **keywords: object) -> None:
         """Nothing is computed."""
@@ -142,19 +144,20 @@ async def test_a_name_that_another_forgets_as_soon_as_it_is_told(
 async def test_an_adapter_outlives_files_that_do_not_fit(
     pair: tuple[Process, Process], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = pair
-    module = LoraModule("mine", str(directory / "one"))
-    await first.served.load(module)
-    before = first.digest("mine")
-    write(directory / "one", {}, {"r": 3, "lora_alpha": 8})
+    for process in (pair[0], Process(None, directory)):
+        write(directory / "one", {}, {"r": 1, "lora_alpha": 8})
+        module = LoraModule("mine", str(directory / "one"))
+        await process.served.load(module)
+        before = process.digest("mine")
+        write(directory / "one", {}, {"r": 3, "lora_alpha": 8})
 
-    async def refuse(_adapter: object) -> None:
-        raise UserError("it does not fit")
+        async def refuse(_adapter: object) -> None:
+            raise UserError("it does not fit")
 
-    monkeypatch.setattr(first.served, "_try", refuse)
-    with pytest.raises(UserError, match="does not fit"):
-        await first.served.load(module, load_inplace=True)
-    assert first.digest("mine") == second.digest("mine") == before is not None
+        monkeypatch.setattr(process.served, "_try", refuse)
+        with pytest.raises(UserError, match="does not fit"):
+            await process.served.load(module, load_inplace=True)
+        assert process.digest("mine") == before is not None
 
 
 async def test_none_is_loaded_in_a_pause(pair: tuple[Process, Process], directory: Path) -> None:
