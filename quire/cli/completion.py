@@ -108,7 +108,6 @@ def _words(words: Sequence[str]) -> str:
 
 
 def _cases(found: Mapping[str, CommandWords]) -> list[str]:
-    """Branches of a shell's `case` over `command:word before`."""
     lines = []
     for name, command in found.items():
         by_words: dict[tuple[str, ...], list[str]] = {}

@@ -162,7 +162,6 @@ def _read(client: FrameClient, rate: float, news: News) -> None:
 
 
 def _take(item: Frame | QuireError | str | None) -> Frame | None:
-    """Frame that the reader queued; None if the user leaves. Raises a queued error."""
     if isinstance(item, QuireError):
         raise item
     assert not isinstance(item, str)

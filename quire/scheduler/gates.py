@@ -1,9 +1,9 @@
 """Gates: the reasons why a waiting request may not start yet. A gate lets a request pass or defers it
 (`Request.deferral`). The scheduler asks the gates of `default_gates` in order, in three stages (`GateStage`). A
-deferred request keeps its place: later requests may start before it but take neither its blocks nor its tokens of the
-step (`Reservations`), and its slots only if it waits for something outside the engine. Running requests are not
-preempted for it, and no later request starts while a preempted one is deferred. An abort, a time limit, a start and the
-deferral's deadline end it."""
+deferred request keeps its place: later ones may start before it, but leave it its blocks and tokens of the step
+(`Reservations`), and its slots unless it waits for something outside the engine (`reserves_slots=False`). Running
+requests are not preempted for it, and no later request starts while a preempted one is deferred. An abort, a time
+limit, a start and the deferral's deadline end it."""
 
 from __future__ import annotations
 
