@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from quire.config.options import EngineOptions
 from quire.config.vision import EncoderCosts
 from quire.engine.async_engine import AsyncLLM
 from quire.errors import UserError
+from quire.image_orders import ImageOrders
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
+from quire.worker.images import ImageOverlays
 from tests.e2e.test_restart import GUARD_SECONDS, open_engine
 from tests.fakes.fates import Fates
 from tests.long import all_but_long
@@ -488,14 +491,25 @@ async def test_a_request_that_is_left_is_encoded_no_further(
 ) -> None:
     monkeypatch.setattr(EncoderCosts, "layer_tokens", lambda self, grid: 10**6)  # one layer a step
     engine = AsyncLLM.from_options(EngineOptions.from_keywords(settings_of(directory)), in_process=True)
+    begun, may_go_on, follow = threading.Event(), threading.Event(), ImageOverlays._follow
+
+    def held(images: ImageOverlays, orders: ImageOrders) -> None:
+        follow(images, orders)
+        if orders.slices:
+            begun.set()
+            may_go_on.wait()
+
+    monkeypatch.setattr(ImageOverlays, "_follow", held)
     try:
         for _ in range(3):
+            begun.clear()
+            may_go_on.clear()
             leaving = asyncio.ensure_future(tokens_of(engine, PROMPTS[1]))
-            while not (await engine.stats()).encoded_images_total:
-                await asyncio.sleep(0)
+            assert await asyncio.to_thread(begun.wait, GUARD_SECONDS)
             leaving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await leaving
+            may_go_on.set()
             assert await tokens_of(engine, PROMPTS[0]) == expected[0]
             stats = await engine.stats()
             assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)

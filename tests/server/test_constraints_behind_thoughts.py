@@ -137,3 +137,14 @@ async def test_constraints_begin_with_the_reasoning_where_the_engine_says_so(too
         thinking = {"chat_template_kwargs": {"thinking": True}, "tools": None}
         message = (await ask(served, "so</think>7", response_format=form, **thinking))["choices"][0]["message"]
         assert (message["reasoning"], message["content"]) == ('"ab"', None), "the template has opened the reasoning"
+
+
+async def test_a_budget_for_thoughts_that_a_constraint_does_not_begin_with(model_path: Path) -> None:
+    """Without a constraint a model of this format begins in thoughts."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}}
+    async with serving(model_path, ServerSettings(reasoning_parser="deepseek_r1")) as served:
+        fields = {"thinking_token_budget": 2, "tools": None}
+        [choice] = (await ask(served, '"abcdef"', response_format=schema, **fields))["choices"]
+        assert (choice["message"]["reasoning"], choice["message"]["content"]) == (None, '"abcdef"')
+        [choice] = (await ask(served, "abcdef", **fields))["choices"]
+        assert choice["message"]["reasoning"] == "ab"

@@ -283,17 +283,6 @@ async def test_a_budget_for_thoughts(served: Served) -> None:
     assert "among allowed_token_ids" in await error(served, thinking_token_budget=3, allowed_token_ids=end)
 
 
-async def test_a_budget_for_thoughts_that_a_constraint_does_not_begin_with(model_path: Path) -> None:
-    """Without a constraint a model of this format begins in thoughts."""
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}}
-    async with serving(model_path, ServerSettings(reasoning_parser="deepseek_r1")) as served:
-        fields = {"thinking_token_budget": 2, "tools": None}
-        [choice] = (await ask(served, '"abcdef"', response_format=schema, **fields))["choices"]
-        assert (choice["message"]["reasoning"], choice["message"]["content"]) == (None, '"abcdef"')
-        [choice] = (await ask(served, "abcdef", **fields))["choices"]
-        assert choice["message"]["reasoning"] == "ab"
-
-
 async def test_tokens_are_told_though_no_text_is(served: Served) -> None:
     """Log-probabilities and token ids come with every chunk, also of markers."""
     found, _ = await streamed(served, THOUGHT + CALL, logprobs=True, return_token_ids=True)
