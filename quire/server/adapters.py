@@ -90,8 +90,8 @@ class ServedAdapters:
         base_names: Sequence[str],
         shared: SharedAdapters | None = None,
     ) -> None:
-        """directory: folder of adapters loaded when a request first names them. shared: adapters known to the
-        other API processes, if any. Raises ConfigError."""
+        """directory: folder of adapters loaded when a request first names them. shared: adapters of all API
+        processes, if several. Raises ConfigError."""
         self._engine = engine
         self._directory = None if directory is None else Path(directory).expanduser().resolve()
         self._base_names = base_names
