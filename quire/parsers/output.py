@@ -25,11 +25,12 @@ class CallPiece(msgspec.Struct):
 
 
 class OutputDelta(msgspec.Struct):
-    """New output since the last delta. Joined deltas give the whole reasoning, content and calls."""
+    """New output since the last delta. parts: in order, if it is not reasoning, content, calls."""
 
     reasoning: str = ""
     content: str = ""
     tool_calls: list[CallPiece] = []
+    parts: list[OutputDelta] = []
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls)
@@ -67,6 +68,7 @@ class Output:
         "_held",
         "_max_calls",
         "_new_id",
+        "_parts",
         "_pieces",
         "_reasoning",
         "ends",
@@ -88,6 +90,7 @@ class Output:
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._pieces: list[CallPiece] = []
+        self._parts: list[OutputDelta] = []
         self._held: list[str] | None = []
         """White space before content; None inside content."""
         self.num_calls = 0
@@ -102,8 +105,7 @@ class Output:
         self.ends, self._held = (), []
 
     def until(self, reader: TextReader, markers: Markers) -> Steps[str | None]:
-        """Read content up to the first marker, and the marker; return it, or None. Inside reasoning only read a marker
-        that comes next."""
+        """Read content and the first marker, which is returned. Inside reasoning only read a marker that comes next."""
         if not self.ends:
             return (yield from self._content_until(reader, markers))
         for text in markers.texts:
@@ -126,19 +128,16 @@ class Output:
         return mark
 
     def reasoning(self, text: str) -> None:
-        self._reasoning.append(text)
+        self._sink(is_reasoning=True).append(text)
 
     def content(self, text: str) -> None:
         """Add content, which inside reasoning is reasoning."""
-        sink = self._reasoning if self.ends else self._content
         if self._held is not None:
             self._held.append(text)
             if text.isspace() or not text:
                 return
-            sink += self._held
-            self._held = None
-        else:
-            sink.append(text)
+            text, self._held = "".join(self._held), None
+        self._sink(is_reasoning=bool(self.ends)).append(text)
 
     def begin_call(self, name: str, identifier: str | None = None) -> None:
         """Begin a tool call. identifier: model's id; None for a random one."""
@@ -167,13 +166,27 @@ class Output:
     def finish(self) -> None:
         """End the output: white space alone is content unless a call was made."""
         if self._held and not self.num_calls and not self.ends:
-            self._content += self._held
+            self._sink(is_reasoning=False).extend(self._held)
         self._held = []
 
     def take(self) -> OutputDelta:
-        delta = OutputDelta("".join(self._reasoning), "".join(self._content), self._pieces)
+        self._end_part()
+        parts, self._parts = self._parts, []
+        if len(parts) == 1:
+            return parts[0]
+        calls = [piece for part in parts for piece in part.tool_calls]
+        return OutputDelta(
+            "".join(part.reasoning for part in parts), "".join(part.content for part in parts), calls, parts
+        )
+
+    def _sink(self, *, is_reasoning: bool) -> list[str]:
+        if self._pieces or (is_reasoning and self._content):
+            self._end_part()
+        return self._reasoning if is_reasoning else self._content
+
+    def _end_part(self) -> None:
+        self._parts.append(OutputDelta("".join(self._reasoning), "".join(self._content), self._pieces))
         self._reasoning, self._content, self._pieces = [], [], []
-        return delta
 
     @property
     def _is_full(self) -> bool:

@@ -90,8 +90,8 @@ class ServedAdapters:
         base_names: Sequence[str],
         shared: SharedAdapters | None = None,
     ) -> None:
-        """directory: folder of adapters loaded when a request first names them. shared: adapters known to the
-        other API processes, if any. Raises ConfigError."""
+        """directory: folder of adapters loaded when a request first names them. shared: adapters of all API
+        processes, if several. Raises ConfigError."""
         self._engine = engine
         self._directory = None if directory is None else Path(directory).expanduser().resolve()
         self._base_names = base_names
@@ -259,7 +259,10 @@ def add_adapter_routes(app: FastAPI, context: ServerContext) -> None:
         body = await read_request(request, context, LoadAdapter)
         context.check_alive()
         module = LoraModule(body.lora_name, body.lora_path, body.base_model_name)
-        await context.adapters.load(module, load_inplace=body.load_inplace)
+        try:
+            await context.adapters.load(module, load_inplace=body.load_inplace)
+        except UserError as error:
+            raise error.named({"lora_request": "lora_path"}) from None
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     @app.post("/v1/unload_lora_adapter")

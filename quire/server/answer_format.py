@@ -167,7 +167,8 @@ class AnswerFormat:
         self._counters[completion.index].count(completion.token_ids)
         delta = parser.feed(completion.text, is_last=completion.finish_reason is not None)
         if not self._body.include_reasoning:
-            delta.reasoning = ""
+            for each in (delta, *delta.parts):
+                each.reasoning = ""
         return delta
 
     def num_calls(self, completion: CompletionOutput) -> int:

@@ -93,8 +93,8 @@ def serve_with_processes(
 
 @dataclass(slots=True)
 class _Process:
-    """One API process as its parent sees it. num_given: connections handed over. num_stopped: successive checks that
-    found the process stopped."""
+    """API process as its parent sees it. num_given: connections handed over. num_stopped: successive checks that found
+    it stopped."""
 
     slot: int
     session: int

@@ -23,7 +23,11 @@ from quire.server.protocol.cohere import (
 )
 
 BITS = 8
-NAMES = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
+NAMES = {
+    "dimensions": "output_dimension",
+    "truncate_prompt_tokens=-1": "truncate=END",
+    "truncate_prompt_tokens": "max_tokens",
+}
 """Engine's field names -> Cohere's, for errors."""
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+ADAPTER_NAMES = {"lora_request": "model"}
 NO_INPUTS = TemplateInputs()
 
 
@@ -175,7 +176,7 @@ async def generate(
                     async for number, output in outputs_of:
                         yield placed(number, output)
     except UserError as error:
-        raise error.named(names) from None
+        raise error.named({**ADAPTER_NAMES, **names}) from None
 
 
 def check_line(output: RequestOutput, *, in_background: bool) -> None:

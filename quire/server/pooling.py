@@ -20,7 +20,7 @@ from quire.server.body import report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
-from quire.server.generation import check_line, render_chat
+from quire.server.generation import ADAPTER_NAMES, check_line, render_chat
 from quire.server.limits import Charge, client_salt
 from quire.server.protocol.pooling import (
     POOLING_TASKS,
@@ -88,7 +88,10 @@ def add_pooling_route(
             report_ignored(request, context, ["priority"])
 
         async def work() -> msgspec.Struct | Response:
-            return await answer(context, body)
+            try:
+                return await answer(context, body)
+            except UserError as error:
+                raise error.named(ADAPTER_NAMES) from None
 
         found = await run_until_disconnect(request.receive, work())
         return found if isinstance(found, Response) else json_response(found)

@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Request
 
 from quire.errors import EngineDeadError, UserError
-from quire.parsers.output import CallPiece, called_arguments
+from quire.parsers.output import CallPiece, OutputDelta, called_arguments
 from quire.sampling_params import SamplingParams
 from quire.server.answer import Begin, Piece, header_id
 from quire.server.auth import client_of
@@ -118,8 +118,8 @@ class Turn:
         return self._answer.params
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events as they come. Raises as ChatAnswer.events does, with the request's field names; ApiError
-        (503) if the server ended the request early."""
+        """Yield the events as they come. Raises as ChatAnswer.events does; ApiError (503) if the server ended the
+        request early."""
         try:
             async with aclosing(self._answer.events()) as events:
                 async for event in events:
@@ -144,16 +144,28 @@ class Turn:
 
     def _take(self, piece: Piece) -> list[Event]:
         found: list[Event] = []
-        delta = piece.delta
         if piece.logprobs is not None:
             self._logprobs += piece.logprobs.content
         self.token_ids += piece.token_ids or ()
+        *firsts, last = piece.delta.parts or [piece.delta]
+        for part, later in zip(firsts, piece.delta.parts[1:], strict=True):
+            self._logprobs, kept = _split(self._logprobs, later.reasoning or later.content)
+            found += self._take_part(part)
+            self._logprobs = kept
+        found += self._take_part(last)
+        if piece.finish_reason is not None:
+            self.finish_reason = piece.finish_reason
+            self.stop_string = piece.stop_reason if isinstance(piece.stop_reason, str) else None
+        return found
+
+    def _take_part(self, delta: OutputDelta) -> list[Event]:
+        found: list[Event] = []
         if delta.reasoning:
             self._logprobs, kept = _split(self._logprobs, delta.content)
             found += [*self._begin_other(Kind.REASONING), *self._grow(delta.reasoning)]
             self._logprobs = kept
         if delta.content:
-            if self._open is not None and self._open.kind is Kind.REASONING:
+            if self._open is not None and self._open.kind is not Kind.TEXT:
                 self._logprobs = _split(self._logprobs, delta.content)[1]
             found += [*self._begin_other(Kind.TEXT), *self._grow(delta.content)]
         for call in delta.tool_calls:
@@ -161,9 +173,6 @@ class Turn:
                 found += self._begin(Kind.CALL, call)
             if call.arguments:
                 found += self._grow(call.arguments)
-        if piece.finish_reason is not None:
-            self.finish_reason = piece.finish_reason
-            self.stop_string = piece.stop_reason if isinstance(piece.stop_reason, str) else None
         return found
 
     def _begin_other(self, kind: Kind) -> list[Event]:
@@ -215,7 +224,7 @@ def chat_body(fields: dict[str, Any], messages: Messages, names: dict[str, str])
 
 
 async def count_prompt_tokens(context: ServerContext, body: ChatRequest, names: dict[str, str]) -> int:
-    """Count, for the other APIs' counting routes, the tokens of the rendered prompt. Raises ApiError."""
+    """Count the tokens of the rendered prompt. Raises ApiError."""
     try:
         tools = context.formats.answer(body).template_tools
         return len((await render_chat(context, body, tools)).token_ids)

@@ -67,8 +67,8 @@ class MaskClient:
     def __init__(
         self, vocab_size: int, start: Callable[[int, int], None], condemn: Callable[[ConstraintText, str], None]
     ) -> None:
-        """start: have the fork server start a mask process with the descriptors (connection, memory), and close them.
-        condemn: refuse a text from now on, with a reason."""
+        """start: start a mask process with the descriptors (connection, memory), and close them. condemn: refuse a text
+        from now on."""
         self._vocab_size = vocab_size
         self._start = start
         self._condemn = condemn

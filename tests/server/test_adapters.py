@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from quire.config.hf_config import BUNDLED_DIRECTORIES
@@ -14,10 +15,12 @@ from quire.errors import ConfigError
 from quire.server.adapters import LoraModule
 from quire.server.app import create_app
 from quire.server.settings import ServerSettings
-from tests.fakes.adapters import write_adapter
+from tests.fakes.adapters import write, write_adapter
 from tests.server.conftest import HOST, serving
 
 BODY = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "abc"}]}
+MISFIT = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 NO_ADAPTERS_SETTINGS = ServerSettings(enable_admin_routes=True)
 
 
@@ -78,6 +81,14 @@ async def check_routes(client: httpx.AsyncClient, directory: Path, paths: dict[s
         answer = await post("/v1/load_lora_adapter", json=body)
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
+    matrices = {"q_proj.lora_A": torch.zeros(4, 7), "q_proj.lora_B": torch.zeros(7, 4)}
+    layer = "base_model.model.model.layers.0.self_attn"
+    write(directory / "misfit", {f"{layer}.{name}.weight": each for name, each in matrices.items()}, MISFIT)
+    answer = await post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(directory / "misfit")})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
+    for path, more in (("completions", BODY), ("chat/completions", CHAT), ("responses", {"input": "abc"})):
+        answer = await post(f"/v1/{path}", json={**more, "model": "misfit"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model"), answer.text
     for name in ("../one", "..", "none"):
         assert (await post("/v1/completions", json={**BODY, "model": name})).status_code == 404
 

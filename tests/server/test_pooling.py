@@ -444,9 +444,12 @@ async def test_adapters_by_name(name: str, tmp_path: Path) -> None:
         load = {"lora_name": "misfit", "lora_path": str(other)}
         response = await client.post("/v1/load_lora_adapter", json=load)
         assert (response.status_code, "does not" in response.text) == (400, True)
+        assert response.json()["error"]["param"] == "lora_path"
         cards = (await client.get("/v1/models")).json()["data"]
         assert {card["id"] for card in cards} == {"tiny", "one", "three"}
+        body = BODIES.get(ADAPTED[name][0][1:], {"input": TEXTS})
+        response = await client.post(ADAPTED[name][0], json={**body, "model": "other"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
         await client.post("/v1/unload_lora_adapter", json={"lora_name": "one"})
         (tmp_path / "one" / "adapter_config.json").unlink()
-        body = BODIES.get(ADAPTED[name][0][1:], {"input": TEXTS})
         assert (await client.post(ADAPTED[name][0], json={**body, "model": "one"})).status_code == 404

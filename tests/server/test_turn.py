@@ -21,6 +21,7 @@ from quire.server.protocol.chat import ChatLogprob, ChatLogprobs
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.settings import ServerSettings
 from quire.server.turn import Kind, Turn
+from tests.parsers.driver import make_parser
 from tests.server.conftest import Served, serving
 from tests.server.model_directory import write_model
 from tests.server.test_tools import CALLS, TEMPLATE, THOUGHT, TIME, WEATHER
@@ -219,6 +220,31 @@ async def test_a_turn_that_the_server_ends_is_an_error(reason: str) -> None:
     with pytest.raises(ApiError, match="before its end") as caught:
         await Turn(Ended(), {}).run()  # type: ignore[arg-type]
     assert caught.value.status == 503
+
+
+@pytest.mark.parametrize("size", [1, 7, 40, 1000])
+async def test_parts_have_the_order_of_the_text_however_it_is_cut(size: int) -> None:
+    calls = [f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in "fg"]
+    text = f"<think>abc</think>Hello {calls[0]}Bye{calls[1]}"
+    parser = make_parser("hermes", "qwen3")
+
+    class Scripted(ScriptedAnswer):
+        def pieces(self) -> list[Piece]:
+            chunks = [text[start : start + size] for start in range(0, len(text), size)]
+            found = [Piece(0, parser.feed(each), logprobs(*each)) for each in chunks]
+            return [*found, Piece(0, parser.finish())]
+
+    segments = (await Turn(Scripted(), {}).run()).segments  # type: ignore[arg-type]
+    assert [(each.kind, each.name or each.text) for each in segments] == [
+        (Kind.REASONING, "abc"),
+        (Kind.TEXT, "Hello "),
+        (Kind.CALL, "f"),
+        (Kind.TEXT, "Bye"),
+        (Kind.CALL, "g"),
+    ]
+    for each in segments:
+        told = "".join(entry.token for entry in each.logprobs)
+        assert told.startswith(each.text) if each.kind is Kind.TEXT else not told
 
 
 async def test_logprobs_come_with_the_text_that_they_are_of() -> None:
