@@ -63,6 +63,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
 
 
 @pytest.fixture
+async def engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
+    engine = start(options, "slow")
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
 async def process_engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
     engine = start(options, "slow", in_process=False)
     yield engine

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import msgspec
@@ -34,13 +33,6 @@ from quire.sampling_params import SamplingParams
 from tests.engine.async_driving import LONG, SHORT, begin, collect, pid_of, start, until_empty
 from tests.fakes.panic import Panic
 from tests.processes import has_ended
-
-
-@pytest.fixture
-async def engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
-    engine = start(options, "slow")
-    yield engine
-    engine.shutdown()
 
 
 async def test_fifty_requests_at_once_get_their_own_tokens(process_engine: AsyncLLM) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
-from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.messages import EngineOutputs
 from quire.engine.output_stream import StatsListener
 from quire.errors import InternalError
 from quire.outputs import RequestOutput, SequenceUpdate
-from tests.engine.async_driving import LONG, start
+from tests.engine.async_driving import LONG
 
 
 class Heard(StatsListener):
@@ -24,13 +22,6 @@ class Heard(StatsListener):
 
     def record_outputs(self, outputs: list[RequestOutput]) -> None:
         self.finished += [output.finished for output in outputs]
-
-
-@pytest.fixture
-async def engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
-    engine = start(options, "slow")
-    yield engine
-    engine.shutdown()
 
 
 async def started(engine: AsyncLLM, *, delta: bool) -> tuple[asyncio.Task[list[RequestOutput]], str]:

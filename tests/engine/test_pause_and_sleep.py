@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
-from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.messages import CallResult
 from quire.errors import EngineUnresponsiveError, UserError
-from tests.engine.async_driving import begin, collect, start
-
-
-@pytest.fixture
-async def engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
-    engine = start(options, "slow")
-    yield engine
-    engine.shutdown()
+from tests.engine.async_driving import begin, collect
 
 
 async def test_two_calls_to_sleep_that_are_given_up(engine: AsyncLLM) -> None:
