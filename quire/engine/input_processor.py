@@ -65,8 +65,10 @@ class TextPrompt(TypedDict, total=False):
 class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
     prompt: str
-    """Text of the tokens; only reported back."""
+    """Text of the tokens, reported back."""
     cache_salt: str
+    is_continued: bool
+    """`prompt` ends inside an answer."""
     prediction: list[int]
     """Expected output tokens; drafts may come from them."""
     multi_modal_data: Mapping[str, Any] | PlacedImages
@@ -80,7 +82,7 @@ IMAGE_KEY = "multi_modal_data"
 IMAGE_KEYS = (IMAGE_KEY, "multi_modal_uuids")
 MEDIA_KEYS = (*IMAGE_KEYS, "mm_processor_kwargs")
 """Keys of vLLM's multimodal prompts."""
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "is_continued", "prediction")
 PREDICTION_TAIL = 16
 """Prompt tokens kept before a prediction, so its beginning is found."""
 
@@ -91,10 +93,15 @@ class RenderedChat(NamedTuple):
     text: str
     token_ids: list[int]
     images: Sequence[PromptImage] = ()
+    is_continued: bool = False
 
     def prompt(self) -> TokensPrompt:
         """Prompt for `InputProcessor.process`."""
-        found: TokensPrompt = {"prompt_token_ids": self.token_ids, "prompt": self.text}
+        found: TokensPrompt = {
+            "prompt_token_ids": self.token_ids,
+            "prompt": self.text,
+            "is_continued": self.is_continued,
+        }
         if self.images:
             found["multi_modal_data"] = PlacedImages(self.images)
         return found
@@ -205,7 +212,7 @@ class InputProcessor:
         thinking_budget = None
         if params.has_thinking_budget:
             is_held = bool(constraint) and not constraint_start
-            thinking_budget = self._thinking_budget(params, token_ids, is_held=is_held)
+            thinking_budget = self._thinking_budget(prompt, params, token_ids, is_held=is_held)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -234,7 +241,9 @@ class InputProcessor:
         self.check_token_ids(predicted, "prediction")
         return token_ids[-self.prediction_tail :] + predicted[: self.max_model_len]
 
-    def _thinking_budget(self, params: SamplingParams, token_ids: list[int], *, is_held: bool) -> ThinkingBudget:
+    def _thinking_budget(
+        self, prompt: Prompt, params: SamplingParams, token_ids: list[int], *, is_held: bool
+    ) -> ThinkingBudget:
         form, tokenizer = self.reasoning, self.tokenizer
         if form is None or tokenizer is None:
             raise UserError(
@@ -248,8 +257,10 @@ class InputProcessor:
                 param="allowed_token_ids",
             )
         self.check_embedding(tokenizer, start + end)
-        tail = tokenizer.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
-        is_open = form.thought_after(tail, is_held=is_held) is Thought.OPEN
+        continues = isinstance(prompt, Mapping) and bool(prompt.get("is_continued"))
+        text = prompt_text(prompt) if continues else None  # whole: thoughts may be long
+        text = text or tokenizer.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
+        is_open = form.thought_after(text, continues=continues, is_held=is_held) is Thought.OPEN
         return ThinkingBudget(params.thinking_token_budget or 0, start, end, is_open)
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
@@ -272,11 +283,14 @@ class InputProcessor:
         )
 
     def render_chat(self, conversation: Conversation) -> RenderedChat:
-        """Render a conversation with the chat template, tokenise it and prepare its images. Raises as `prepare_chat`,
-        `write_chat` and `with_images`."""
+        """Render a conversation with the chat template, tokenise it and prepare its images. Raises
+        PromptTooLongError, and as `prepare_chat`, `write_text` and `with_images`."""
         pictures = conversation.messages.pictures
         inputs = self.image_inputs_of(pictures)
-        rendered = self.write_chat(self.prepare_chat(conversation), conversation.add_special_tokens)
+        text, token_ids = self.write_text(self.prepare_chat(conversation))
+        if token_ids is None:
+            token_ids = self.tokenise_chat(text, conversation.add_special_tokens)
+        rendered = RenderedChat(text, token_ids, is_continued=conversation.continue_final_message)
         if inputs is None:
             return rendered
         return self.with_images(rendered, self._prepared(inputs, pictures, conversation.media))
@@ -298,7 +312,7 @@ class InputProcessor:
         assert isinstance(self.images, ImageInputs)
         token_ids, placed = self.images.place(rendered.token_ids, images, "messages")
         self.check_room(token_ids)
-        return RenderedChat(rendered.text, token_ids, placed)
+        return rendered._replace(token_ids=token_ids, images=placed)
 
     def prepare_chat(self, conversation: Conversation) -> Conversion:
         """Prepare the rendering of a conversation, for a helper process. Raises UserError if the model has no template,
@@ -310,11 +324,6 @@ class InputProcessor:
         if tokenizer.encode_elsewhere is not None and template.helpers.has_tokenizer:
             tokenising = Tokenising(tokenizer.inline_characters, conversation.add_special_tokens, self.max_model_len)
         return template.prepare(conversation, self.max_model_len * MAX_CHARACTERS_PER_TOKEN, tokenising)
-
-    def write_chat(self, work: Conversion, add_special_tokens: bool) -> RenderedChat:
-        """Render and tokenise; waits for the helper. Raises as ChatTemplate.write, and PromptTooLongError."""
-        text, token_ids = self.write_text(work)
-        return RenderedChat(text, self.tokenise_chat(text, add_special_tokens) if token_ids is None else token_ids)
 
     def write_text(self, work: Conversion) -> Rendering:
         """Render; waits for the helper, which also tokenises long texts. Raises as ChatTemplate.write."""

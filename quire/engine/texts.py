@@ -93,7 +93,7 @@ class FrontEndTexts:
         if token_ids is None:
             add_special_tokens = conversation.add_special_tokens
             token_ids = await self.off_loop(len(text), lambda: inputs.tokenise_chat(text, add_special_tokens))
-        rendered = RenderedChat(text, token_ids)
+        rendered = RenderedChat(text, token_ids, is_continued=conversation.continue_final_message)
         if takes is None:
             return rendered
         return inputs.with_images(rendered, await self.pictures.ready(takes, pictures, conversation.media))

@@ -1,4 +1,5 @@
-"""Where constraints on an answer begin: at once, or behind thoughts, whichever way the model begins."""
+"""Where constraints on an answer begin: at once, or behind thoughts, whichever way the model begins. Limits of
+thoughts, with constraints and without."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from quire.parsers.registry import reasoning_format
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 from tests.server.model_directory import write_model
-from tests.server.test_tools import TEMPLATE, TIME, WEATHER, ask, rename_tokens, streamed
+from tests.server.test_tools import TEMPLATE, TIME, WEATHER, ask, error, rename_tokens, streamed
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +149,46 @@ async def test_a_budget_for_thoughts_that_a_constraint_does_not_begin_with(model
         assert (choice["message"]["reasoning"], choice["message"]["content"]) == (None, '"abcdef"')
         [choice] = (await ask(served, "abcdef", **fields))["choices"]
         assert choice["message"]["reasoning"] == "ab"
+
+
+async def test_a_budget_for_thoughts(served: Served) -> None:
+    """Behind that many tokens the end of the thoughts is forced; what the model would have said there is replaced."""
+    thinking = {"thinking": True}
+
+    async def parts(says: str, **more: Any) -> tuple[Any, Any, int]:
+        answer = await ask(served, says, **more)
+        message, details = answer["choices"][0]["message"], answer["usage"]["completion_tokens_details"]
+        return message["reasoning"], message["content"], details["reasoning_tokens"]
+
+    says = "<think>abcdefghij</think>x"
+    assert await parts(says, thinking_token_budget=3) == ("abc", "/think>x", 3)
+    assert await parts(says, thinking_token_budget=100) == ("abcdefghij", "x", 10)
+    assert await parts(says, thinking_token_budget=-1) == ("abcdefghij", "x", 10)
+    assert await parts("abcdefgh tail", thinking_token_budget=0, chat_template_kwargs=thinking) == (None, " tail", 0)
+    assert await parts("no thoughts", thinking_token_budget=0) == (None, "no thoughts", 0)
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    both = {"response_format": schema, "chat_template_kwargs": thinking, "tools": None}
+    assert await parts("ab--------7", thinking_token_budget=2, **both) == ("ab", "7", 2)
+    for budget in range(1, 5):  # a character has 4 tokens, and the mark does not stand inside it
+        assert await parts("😀--------7", thinking_token_budget=budget, **both) == ("😀", "7", 4)
+    answer = await ask(served, says, thinking_token_budget=3, n=3, max_tokens=40)
+    assert [choice["message"]["reasoning"] for choice in answer["choices"]] == 3 * ["abc"]
+    begun = [{"role": "user", "content": "=abc--------gh"}, {"role": "assistant", "content": "<think>" + 80 * "x"}]
+    continued = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+    assert await parts("", thinking_token_budget=3, **continued) == ("abc", "gh", 3)
+    begun[-1]["content"] += "</think>y"
+    assert await parts("", thinking_token_budget=3, **continued) == (None, "abc--------gh", 0)
+    end = list(range(60))
+    assert "among allowed_token_ids" in await error(served, thinking_token_budget=3, allowed_token_ids=end)
+
+
+async def test_a_budget_within_a_constraint_that_covers_the_thoughts(tool_model: Path) -> None:
+    """The mark comes where the constraint has it, also if the model has begun it."""
+    settings, config = ServerSettings(reasoning_parser="auto"), {"enable_in_reasoning": True}
+    more: dict[str, Any] = {"structured_outputs": {"regex": "<think>(ab)+</think>[a-z]{3}"}, "tools": None}
+    async with serving(tool_model, settings, structured_outputs_config=config) as served:
+        for budget, thought in ((1, "ab"), (2, "ab"), (3, "abab"), (4, "abab"), (5, "abab"), (8, "abab"), (30, "abab")):
+            answer = await ask(served, "<think>abab</think>xyz", thinking_token_budget=budget, max_tokens=40, **more)
+            message = answer["choices"][0]["message"]
+            assert message["reasoning"] == thought
+            assert len(message["content"]) == 3

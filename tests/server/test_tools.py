@@ -259,30 +259,6 @@ async def test_reasoning_can_be_left_out(served: Served) -> None:
     assert (messages[0]["content"], messages[0]["reasoning"]) == ("b", "")
 
 
-async def test_a_budget_for_thoughts(served: Served) -> None:
-    """Behind that many tokens the end of the thoughts is forced; what the model would have said there is replaced."""
-    thinking = {"thinking": True}
-
-    async def parts(says: str, **more: Any) -> tuple[Any, Any, int]:
-        answer = await ask(served, says, **more)
-        message, details = answer["choices"][0]["message"], answer["usage"]["completion_tokens_details"]
-        return message["reasoning"], message["content"], details["reasoning_tokens"]
-
-    says = "<think>abcdefghij</think>x"
-    assert await parts(says, thinking_token_budget=3) == ("abc", "/think>x", 3)
-    assert await parts(says, thinking_token_budget=100) == ("abcdefghij", "x", 10)
-    assert await parts(says, thinking_token_budget=-1) == ("abcdefghij", "x", 10)
-    assert await parts("abcdefgh tail", thinking_token_budget=0, chat_template_kwargs=thinking) == (None, " tail", 0)
-    assert await parts("no thoughts", thinking_token_budget=0) == (None, "no thoughts", 0)
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
-    both = {"response_format": schema, "chat_template_kwargs": thinking, "tools": None}
-    assert await parts("ab--------7", thinking_token_budget=2, **both) == ("ab", "7", 2)
-    answer = await ask(served, says, thinking_token_budget=3, n=3, max_tokens=40)
-    assert [choice["message"]["reasoning"] for choice in answer["choices"]] == 3 * ["abc"]
-    end = list(range(60))
-    assert "among allowed_token_ids" in await error(served, thinking_token_budget=3, allowed_token_ids=end)
-
-
 async def test_tokens_are_told_though_no_text_is(served: Served) -> None:
     """Log-probabilities and token ids come with every chunk, also of markers."""
     found, _ = await streamed(served, THOUGHT + CALL, logprobs=True, return_token_ids=True)
