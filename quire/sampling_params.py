@@ -40,12 +40,12 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """Limit of a sequence's thoughts. start, end: token ids of the marks around thoughts. is_open: the sequence begins
-    inside thoughts."""
+    """Limit of a sequence's thoughts. starts, ends: token ids of the marks around thoughts; the first end is forced.
+    is_open: the sequence begins inside thoughts."""
 
     num_tokens: int
-    start: list[int]
-    end: list[int]
+    starts: list[list[int]]
+    ends: list[list[int]]
     is_open: bool
 
 

@@ -40,7 +40,7 @@ class BudgetMatcher:
         self._num_bytes = num_bytes
         self._is_thinking = budget.is_open
         self._num_thought = 0
-        self._recent: deque[int] = deque(maxlen=max(len(budget.start), len(budget.end)))
+        self._recent: deque[int] = deque(maxlen=max(map(len, budget.starts + budget.ends)))
         self._forced: list[int] = []
         """Rest of the end mark, once the budget is used up."""
         self._num_asked = 0
@@ -107,17 +107,17 @@ class BudgetMatcher:
             if not self._is_thinking:
                 self._recent.clear()
             return
-        if 0 < len(self._forced) < len(self._budget.end):  # the constraint takes the mark's beginning for other text
+        if 0 < len(self._forced) < len(self._budget.ends[0]):  # the constraint takes the mark's beginning for other text
             self._forced, self._is_thinking = [], False
         self._recent.append(token_id)
         if self._is_thinking:
             self._num_thought += 1
-            if self._ends_with(self._budget.end):
+            if self._ending(self._budget.ends):
                 self._forced, self._is_thinking = [], False
-            elif self._num_thought == len(self._budget.start) and self._ends_with(self._budget.start):
+            elif self._num_thought == self._ending(self._budget.starts):
                 self._num_thought = 0  # the model repeats the start mark of thoughts that the prompt opened
             self._check()
-        elif self._ends_with(self._budget.start):
+        elif self._ending(self._budget.starts):
             self._is_thinking, self._num_thought = True, 0
             self._check()
 
@@ -174,7 +174,10 @@ class BudgetMatcher:
 
     def _check(self) -> None:
         if self._is_thinking and self._num_thought >= self._budget.num_tokens:
-            self._forced = list(self._budget.end)
+            self._forced = list(self._budget.ends[0])
 
-    def _ends_with(self, mark: list[int]) -> bool:
-        return self._recent[-1] == mark[-1] and list(self._recent)[-len(mark) :] == mark
+    def _ending(self, marks: list[list[int]]) -> int:
+        """Length of the mark that the last tokens are; 0: none."""
+        recent = self._recent
+        found = (mark for mark in marks if recent[-1] == mark[-1] and list(recent)[-len(mark) :] == mark)
+        return len(next(found, []))

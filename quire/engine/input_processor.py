@@ -250,18 +250,20 @@ class InputProcessor:
                 "thinking_token_budget needs a model whose chat template shows how it reasons, or --reasoning-parser",
                 param="thinking_token_budget",
             )
-        start, end = (tokenizer.encode(marks[0], add_special_tokens=False) for marks in (form.starts, form.ends))
-        if params.allowed_token_ids is not None and not set(end) <= set(params.allowed_token_ids):
+        starts, ends = (
+            [tokenizer.encode(mark, add_special_tokens=False) for mark in marks] for marks in (form.starts, form.ends)
+        )
+        if params.allowed_token_ids is not None and not set(ends[0]) <= set(params.allowed_token_ids):
             raise UserError(
                 f"thinking_token_budget needs the tokens of {form.ends[0]!r} among allowed_token_ids",
                 param="allowed_token_ids",
             )
-        self.check_embedding(tokenizer, start + end)
+        self.check_embedding(tokenizer, [token_id for mark in starts + ends for token_id in mark])
         continues = isinstance(prompt, Mapping) and bool(prompt.get("is_continued"))
         text = prompt_text(prompt) if continues else None  # whole: thoughts may be long
         text = text or tokenizer.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
         is_open = form.thought_after(text, continues=continues, is_held=is_held) is Thought.OPEN
-        return ThinkingBudget(params.thinking_token_budget or 0, start, end, is_open)
+        return ThinkingBudget(params.thinking_token_budget or 0, starts, ends, is_open)
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
         """Request that computes a prefix and registers it as `request_id`. Raises UserError as `process`."""

@@ -13,6 +13,7 @@ from quire.errors import UserError
 from quire.sampling_params import SamplingParams, ThinkingBudget
 
 START, END = [1, 2], [3, 4]
+STARTS, ENDS = [START, [5]], [END, [6], [0, 8]]
 VOCAB_SIZE = 70
 
 
@@ -23,16 +24,20 @@ def allowed(mask: bytes | None) -> list[int]:
     return [int(each) for each in np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))]
 
 
+def ending(token_ids: list[int], marks: list[list[int]]) -> int:
+    return next((len(mark) for mark in marks if token_ids[-len(mark) :] == mark), 0)
+
+
 def longest_thought(token_ids: list[int], is_open: bool) -> int:
     """Most tokens between a start and the next end, by reading the sequence with both at hand."""
     longest = count = 0
     inside = is_open
-    for place in range(len(token_ids)):
+    for place in range(1, len(token_ids) + 1):
         if inside:
             count += 1
-            if token_ids[max(place - 1, 0) : place + 1] == END:
-                longest, inside, count = max(longest, count - len(END)), False, 0
-        elif token_ids[max(place - 1, 0) : place + 1] == START:
+            if length := ending(token_ids[:place], ENDS):
+                longest, inside, count = max(longest, count - length), False, 0
+        elif ending(token_ids[:place], STARTS):
             inside, count = True, 0
     return max(longest, count)
 
@@ -46,7 +51,7 @@ def longest_thought(token_ids: list[int], is_open: bool) -> int:
 )
 def test_thoughts_end_in_time(wanted: list[int], budget: int, is_open: bool, cut: int) -> None:
     """A model that samples `wanted` where it may; its sequence goes on in a new engine behind `cut` tokens."""
-    constraint = BudgetConstraint(None, ThinkingBudget(budget, START, END, is_open), VOCAB_SIZE)
+    constraint = BudgetConstraint(None, ThinkingBudget(budget, STARTS, ENDS, is_open), VOCAB_SIZE)
     matcher = constraint.matcher(ConstraintSpec(), [])
     token_ids: list[int] = []
     for number, token_id in enumerate(wanted):
@@ -62,7 +67,7 @@ def test_thoughts_end_in_time(wanted: list[int], budget: int, is_open: bool, cut
 
 
 def test_copies_go_their_own_ways() -> None:
-    constraint = BudgetConstraint(None, ThinkingBudget(0, START, END, is_open=False), VOCAB_SIZE)
+    constraint = BudgetConstraint(None, ThinkingBudget(0, [START], [END], is_open=False), VOCAB_SIZE)
     first = constraint.matcher(ConstraintSpec(), START[:1])
     second = first.copy()
     first.advance([9], 10)
@@ -99,7 +104,7 @@ class Fixed:
 
 def test_tokens_that_the_inner_constraint_forces_count_as_thoughts_when_they_are_such() -> None:
     inner = Fixed(list(range(VOCAB_SIZE)), [*START, 3])
-    matcher = BudgetConstraint(inner, ThinkingBudget(1, START, END, is_open=False), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
+    matcher = BudgetConstraint(inner, ThinkingBudget(1, [START], [END], is_open=False), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
         ConstraintSpec(), []
     )
     matcher.advance([5], 9)
@@ -112,7 +117,7 @@ def test_tokens_that_the_inner_constraint_forces_count_as_thoughts_when_they_are
 
 def test_no_inner_token_is_forced_within_thoughts() -> None:
     inner = Fixed(list(range(VOCAB_SIZE)), [3, 3])
-    matcher = BudgetConstraint(inner, ThinkingBudget(4, START, END, is_open=True), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
+    matcher = BudgetConstraint(inner, ThinkingBudget(4, [START], [END], is_open=True), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
         ConstraintSpec(), []
     )
     matcher.advance([5], 9)
@@ -134,7 +139,7 @@ class Narrow(Fixed):
 def test_a_mark_waits_until_the_inner_constraint_allows_it() -> None:
     """Between the tokens of a character, say, or where the constraint itself ends the thoughts."""
     inner = Narrow(list(range(VOCAB_SIZE)), [])
-    constraint = BudgetConstraint(inner, ThinkingBudget(1, START, END, is_open=True), VOCAB_SIZE)  # type: ignore[arg-type]
+    constraint = BudgetConstraint(inner, ThinkingBudget(1, [START], [END], is_open=True), VOCAB_SIZE)  # type: ignore[arg-type]
     matcher = constraint.matcher(ConstraintSpec(), [])
     for token_id, allows, expected in (
         (5, [7, 8], [7, 8]),
@@ -154,7 +159,7 @@ def test_a_mark_waits_until_the_inner_constraint_allows_it() -> None:
 def test_the_mark_is_not_tried_again(token_ids: list[int]) -> None:
     """Where the constraint took its beginning for other text, or wrote the mark itself as the budget ended."""
     inner = Narrow(list(range(VOCAB_SIZE)), [])
-    constraint = BudgetConstraint(inner, ThinkingBudget(1, START, END, is_open=True), VOCAB_SIZE)  # type: ignore[arg-type]
+    constraint = BudgetConstraint(inner, ThinkingBudget(1, [START], [END], is_open=True), VOCAB_SIZE)  # type: ignore[arg-type]
     matcher = constraint.matcher(ConstraintSpec(), [])
     for token_id in token_ids:
         inner.allows = [8]
@@ -168,7 +173,7 @@ def test_the_mark_is_not_tried_again(token_ids: list[int]) -> None:
 def test_masks_behind_drafts_hold_the_mark_where_the_inner_constraint_allows_it() -> None:
     inner = Narrow(list(range(VOCAB_SIZE)), [])
     inner.allows = [3, 8]
-    constraint = BudgetConstraint(inner, ThinkingBudget(2, START, END, is_open=True), VOCAB_SIZE)  # type: ignore[arg-type]
+    constraint = BudgetConstraint(inner, ThinkingBudget(2, [START], [END], is_open=True), VOCAB_SIZE)  # type: ignore[arg-type]
     matcher = constraint.matcher(ConstraintSpec(), [])
     matcher.advance([9], 0, drafts=[8, 3, 8, 3])
     assert [allowed(mask) for mask in matcher.draft_masks()] == [[3], [3, 8], [3, 8], [3, 8]]
@@ -182,7 +187,7 @@ def test_what_it_does_not_go_with() -> None:
 
 def test_the_budget_ends_within_drafts() -> None:
     """Two tokens of three are left: behind the second draft the mark alone may follow, which the drafts have."""
-    constraint = BudgetConstraint(None, ThinkingBudget(3, START, END, is_open=True), VOCAB_SIZE)
+    constraint = BudgetConstraint(None, ThinkingBudget(3, [START], [END], is_open=True), VOCAB_SIZE)
     matcher = constraint.matcher(ConstraintSpec(), [])
     matcher.advance([9], 0, drafts=[8, 7, *END, 5])
     assert [allowed(mask or None) for mask in matcher.draft_masks()] == [allowed(None), [3], [4], *[allowed(None)] * 2]
@@ -192,7 +197,7 @@ def test_the_budget_ends_within_drafts() -> None:
 
 def test_drafts_are_cut_where_the_inner_constraint_has_no_mask() -> None:
     inner = Fixed(list(range(VOCAB_SIZE)), [])
-    matcher = BudgetConstraint(inner, ThinkingBudget(2, START, END, is_open=True), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
+    matcher = BudgetConstraint(inner, ThinkingBudget(2, [START], [END], is_open=True), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
         ConstraintSpec(), []
     )
     matcher.advance([9], 0, drafts=[8, *END])
@@ -200,9 +205,19 @@ def test_drafts_are_cut_where_the_inner_constraint_has_no_mask() -> None:
 
 
 def test_drafts_behind_the_mark_that_the_budget_forces() -> None:
-    constraint = BudgetConstraint(None, ThinkingBudget(1, START, END, is_open=True), VOCAB_SIZE)
+    constraint = BudgetConstraint(None, ThinkingBudget(1, [START], [END], is_open=True), VOCAB_SIZE)
     for drafts, count in (([*END, 5, 6], 2), ([9, *END], 0)):
         matcher = constraint.matcher(ConstraintSpec(), [])
         matcher.advance([9], 10, drafts=drafts)
         assert matcher.forced == END
         assert matcher.draft_masks() == [b""] * count
+
+
+def test_each_mark_of_a_format_counts() -> None:
+    """A start other than the first is limited, and an end other than the first ends thoughts before the limit."""
+    matcher = BudgetConstraint(None, ThinkingBudget(2, STARTS, ENDS, is_open=False), VOCAB_SIZE).matcher(
+        ConstraintSpec(), [5, 9, 6, 9, 9, 9, 5, 9]
+    )
+    assert not matcher.forced
+    matcher.advance([9], 10)
+    assert matcher.forced == END

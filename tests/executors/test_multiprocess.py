@@ -91,7 +91,7 @@ def requests(logprobs: int | None = None) -> list[EngineRequest]:
                 max_tokens=MAX_TOKENS,
                 seed=number,
                 constraint={1: "5", 5: "5", 9: "70"}.get(number, ""),
-                thinking_budget=ThinkingBudget(3, [90], [91, 92], is_open=True) if number == 2 else None,
+                thinking_budget=ThinkingBudget(3, [[90]], [[91, 92]], is_open=True) if number == 2 else None,
             )
         )
     return made

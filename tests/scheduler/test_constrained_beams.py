@@ -121,7 +121,7 @@ def test_the_same_beside_others_and_preempted(queue_depth: int, preemption_mode:
 
 
 def test_beams_that_think_end_their_thoughts_in_time() -> None:
-    budget = ThinkingBudget(num_tokens=4, start=[88, 89], end=[90, 91, 92], is_open=True)
+    budget = ThinkingBudget(num_tokens=4, starts=[[88, 89]], ends=[[90, 91, 92]], is_open=True)
     driver = CoreDriver(make_config())
     driver.add("r", **search(4, "", max_tokens=9, thinking_budget=budget))
     driver.run()

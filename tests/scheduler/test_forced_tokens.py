@@ -172,7 +172,7 @@ def test_blocks_of_forced_tokens_at_the_end_hold_nothing(queue_depth: int, monke
 
 def test_the_mark_that_ends_thoughts_is_forced() -> None:
     source = AllowedByPosition()
-    budget = ThinkingBudget(num_tokens=2, start=[5], end=[7, 8, 9], is_open=True)
+    budget = ThinkingBudget(num_tokens=2, starts=[[5]], ends=[[7, 8, 9]], is_open=True)
     matcher = BudgetConstraint(None, budget, source.vocab_size).matcher(ConstraintSpec(), [])
     matcher.advance([1], 10)
     assert matcher.forced == []

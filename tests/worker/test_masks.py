@@ -35,13 +35,13 @@ BOUND: dict[str, dict[str, Any]] = {
         "max_tokens": 20,
         "temperature": 1.0,
         "n": 2,
-        "thinking_budget": ThinkingBudget(num_tokens=6, start=[90, 91], end=[92, 93, 94], is_open=True),
+        "thinking_budget": ThinkingBudget(num_tokens=6, starts=[[90, 91]], ends=[[92, 93, 94]], is_open=True),
     },
     "thinking in turn": {  # the mark waits until the constraint allows its tokens
         "prompt": [2, 2],
         "max_tokens": 24,
         "constraint": "2",
-        "thinking_budget": ThinkingBudget(num_tokens=5, start=[90, 91], end=[92], is_open=True),
+        "thinking_budget": ThinkingBudget(num_tokens=5, starts=[[90, 91]], ends=[[92]], is_open=True),
     },
     "pressed": {"prompt": [7], "max_tokens": 28, "constraint": "31", "presence_penalty": 0.5, "temperature": 0.7},
 }
