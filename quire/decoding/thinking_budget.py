@@ -107,7 +107,7 @@ class BudgetMatcher:
             if not self._is_thinking:
                 self._recent.clear()
             return
-        if 0 < len(self._forced) < len(self._budget.ends[0]):  # the constraint takes the mark's beginning for other text
+        if 0 < len(self._forced) < len(self._budget.ends[0]):  # the constraint takes the mark for other text
             self._forced, self._is_thinking = [], False
         self._recent.append(token_id)
         if self._is_thinking:

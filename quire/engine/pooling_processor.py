@@ -118,7 +118,7 @@ class PoolingProcessor:
         if truncate is not None and truncate > longest:
             raise UserError(
                 f"truncate_prompt_tokens is greater than the model's context of {longest} tokens. Please request a "
-                "smaller truncation size. -1 stands for as many as fit",
+                "smaller truncation size, or truncate_prompt_tokens=-1 for as many as fit",
                 param="truncate_prompt_tokens",
             )
         limit = longest if truncate == -1 else truncate

@@ -118,7 +118,7 @@ async def test_long_texts_are_cut_or_refused(client: httpx.AsyncClient) -> None:
         ({"truncate": "NONE", "texts": ["w1 " * 300]}, "texts", "or let truncate=END cut it"),
         ({"truncate": "NONE", "texts": ["w1 w2 w3 w4"], "max_tokens": 3}, "max_tokens", "exceeds max_tokens=3"),
         ({"embedding_types": ["int8"]}, "embedding_types[0]", "invalid enum value"),
-        ({"max_tokens": 257}, "max_tokens", "max_tokens is greater than the model's context of 256"),
+        ({"max_tokens": 257}, "max_tokens", "256 tokens. Please request a smaller truncation size, or truncate=END"),
         ({"output_dimension": 0}, "output_dimension", "must be positive"),
     ],
 )

@@ -107,6 +107,10 @@ def test_at_queue_depth_2_as_at_depth_1(
         late = [number for number in sent if events[number - 1][0] == "update"]
         assert len(late) > 15 if depth == 2 else not late
     assert not source.follows("5", alone["free", 0][0])
+    turn = alone["thinking in turn", 0][0]
+    due = next(place for place in range(5, 24) if not (31 * place * place + 17 * turn[place - 1] + 92) % 2)
+    assert due > 5  # the constraint did not allow the mark at once
+    assert turn.index(92) == due
     assert [alone["thinking", index][0][6:9] for index in range(2)] == 2 * [[92, 93, 94]]
 
 
