@@ -173,9 +173,7 @@ def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
         raise _refused(options, reason, name)
 
 
-def check_tokens_dealt(
-    options: EngineOptions, model: ModelConfig, speculation: SpeculationConfig, backend: str
-) -> None:
+def check_tokens_dealt(options: EngineOptions, model: ModelConfig, backend: str) -> None:
     """Raise ConfigError for a model whose tokens the ranks cannot share."""
     count, tp = options.decode_context_parallel_size, options.tensor_parallel_size
     run = options.cp_kv_cache_interleave_size
@@ -191,8 +189,6 @@ def check_tokens_dealt(
         reason = f"{model.architecture} keeps no tokens"
     elif model.expands_prompts:
         reason = EXPANDED
-    elif speculation.has_layers:
-        reason = f"{SPECULATION}.method {speculation.method!r} has a model that keeps all tokens on each rank"
     if reason is not None:
         name = "decode_context_parallel_size"
         raise ConfigError(f"{name}={count} is not possible: {reason}", param=name)

@@ -27,7 +27,7 @@ from tests.models.test_native_ranks import NativeRunner, runner
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": qwen3,
     "one key head": lambda: llama(hidden_size=64, num_attention_heads=8, num_key_value_heads=1),
-    "latents": deepseek_v3,
+    "latents": lambda: deepseek_v3(num_attention_heads=8, num_key_value_heads=8),
     "states": qwen3_next,
     "experts": qwen3_moe,
     "shared experts": lambda: qwen2_moe(decoder_sparse_step=1, mlp_only_layers=[]),
