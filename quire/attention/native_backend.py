@@ -68,7 +68,7 @@ class NativeAttention:
         return self._layout.block_size
 
     def dealt_in(self, layer: int) -> DealtTokens | None:
-        """Ranks that share a layer's tokens; None: each keeps all."""
+        """Ranks that share a layer's tokens (None: none)."""
         group, _ = self._page_of_layer[layer]
         return self._dealt if self._layout.token_groups[group].spec.dealt_to > 1 else None
 
@@ -163,7 +163,7 @@ class RecordedAttention(AttentionStep):
         )
 
     def write_rows(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
-        """Record norms and rotation of rows, in place, and the write of their keys and values, without attention."""
+        """Record norms, rotation and write of rows' keys and values, without attention."""
         return qkv.recorder.call(
             "attention",
             qkv.width,
@@ -201,8 +201,7 @@ class RecordedAttention(AttentionStep):
         return inputs[0].recorder.call("latent", inputs[0].width, buffers=buffers, **constants)
 
     def write_latents(self, shape: LatentShape, inputs: Inputs, rotation: Buffer | None) -> Buffer:
-        """Record the rotation of rows, in place, and the write of their latents, without attention. Returns the rotated
-        keys."""
+        """Record rotation and write of rows' latents, without attention. Returns the keys."""
         query, turned_query, latent, turned_key = inputs
         return query.recorder.call(
             "latent",
@@ -249,7 +248,6 @@ class RecordedAttention(AttentionStep):
 
 
 def _gather(dealt: DealtTokens, x: Buffer, width: int) -> Buffer:
-    """Record `DealtTokens.gather`."""
     native, count = dealt.group.native, dealt.deal.num_ranks
     if native is None:
         return x.recorder.call_torch(partial(dealt.gather, width), count * width, [x])
@@ -258,7 +256,6 @@ def _gather(dealt: DealtTokens, x: Buffer, width: int) -> Buffer:
 
 
 def _merge(dealt: DealtTokens, parts: Buffer, num_heads: int, dim: int) -> Buffer:
-    """Record `DealtTokens.merge`."""
     native, count, width = dealt.group.native, dealt.deal.num_ranks, num_heads * dim
     if native is None:
         return parts.recorder.call_torch(partial(dealt.merge, num_heads, dim), width, [parts])

@@ -81,7 +81,7 @@ class AttentionShape:
 
     @property
     def scored_dim(self) -> int:
-        """Elements per head that are compared with what is kept."""
+        """Elements of a head's query at the cache."""
         return self.latent_dim if self.kind == "latent" else self.key_dim
 
     @property

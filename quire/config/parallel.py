@@ -200,7 +200,7 @@ def why_not_dealt(shape: ModelShape, tp: int, count: int) -> str | None:
     others = {each.kind for each in kept} - {"full", "latent"}
     if others:
         other = ", ".join(sorted(others))
-        return f"tokens are dealt in layers of full attention alone, and {shape.name} has others ({other})"
+        return f"tokens are dealt in layers of full attention and latents alone, and {shape.name} has others ({other})"
     if any(each.index_top for each in kept):
         return f"the indexer of {shape.name} chooses among all keys of a token, which no rank would have"
     most = min((tp // (1 if each.kind == "latent" else each.num_kv_heads) for each in kept), default=0)

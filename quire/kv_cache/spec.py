@@ -125,8 +125,8 @@ LayerSpec: TypeAlias = AttentionSpec | SlidingWindowSpec | ChunkedSpec | LatentS
 def layer_spec(
     attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1, dealt_to: int = 1
 ) -> LayerSpec:
-    """Spec of a layer on one of `num_ranks` ranks, which share heads while there are enough. dealt_to: ranks with the
-    same key heads or latents that keep part of the tokens each."""
+    """Spec of a layer on one of `num_ranks` ranks, which share heads while there are enough. dealt_to: ranks that
+    keep part of the tokens each."""
     if attention.kind == "state":
         return StateSpec(attention.state_bytes(num_ranks))
     if attention.kind == "latent":

@@ -53,7 +53,7 @@ class LatentHeads:
 
 
 class LatentAttention:
-    """Latent attention with heads shared by the ranks; each keeps whole latents, of some tokens if `context.dealt_to` says so. index: an indexer chooses the
+    """Latent attention with heads shared by the ranks; latents are whole on each. index: an indexer chooses the
     keys that tokens read (None: all). Tensor names are DeepSeek's. Raises ConfigError for unsupported latents and for
     heads that ranks cannot share."""
 

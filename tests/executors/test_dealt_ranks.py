@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from quire.clock import SystemClock
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.executors.choice import make_executor
+from quire.executors.multiprocess import RankProcesses
+from quire.executors.ranked import RankedExecutor
 from tests.e2e import test_eagle
 from tests.e2e.test_head_drafts import leaning
-from tests.executors.test_multiprocess import configured, everything, run
+from tests.executors.test_multiprocess import Reused, configured, everything, run
 from tests.executors.test_shared_prompts import EAGLE, MTP, NGRAMS, found_in
+from tests.executors.test_stages import WAYS, outcome
 from tests.fakes.masks import AllowedByPosition
 from tests.long import all_but_long
 from tests.models.families import FAMILIES, deepseek_v3, llama, qwen2_moe
@@ -79,8 +83,8 @@ def make_core(path: Path, **options: Any) -> EngineCore:
 
 @pytest.mark.parametrize("layout", all_but_long(LAYOUTS, USUAL))
 def test_the_tokens_of_one_rank(directories: dict[str, Path], layout: str) -> None:
-    """With prefix hits, preemption and an abort; bits depend on no schedule, and not on drafts. A block has the bytes of
-    one part."""
+    """With prefix hits, preemption and an abort; bits depend on no schedule or drafts. A block has the bytes of one
+    part."""
     model, options = LAYOUTS[layout]
     options, path = found_in(directories, options), directories[model]
     alone = make_core(path, block_size=16)
@@ -107,6 +111,32 @@ def test_the_tokens_of_one_rank(directories: dict[str, Path], layout: str) -> No
         core.shutdown()
 
 
+FUZZED: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "keys, and a draft model": ("one key head", [{}, DRAFT_MODEL]),
+    "latents, and n-gram drafts": ("latents", [{}, NGRAMS]),
+    "a head of latents": ("a head", [{}, MTP]),
+}
+"""Model, and options that change no bit."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", FUZZED)
+def test_random_schedules(directories: dict[str, Path], case: str) -> None:
+    model, choices = FUZZED[case]
+    found: list[list[Any]] = [[] for _ in range(4)]
+    for options in (found_in(directories, {**ALIKE, **choice}) for choice in choices):
+        ranks = RankProcesses(configured(directories[model], **options))
+        try:
+            for seed, way in product(range(len(found)), WAYS):
+                config = configured(directories[model], **{**options, "block_size": 8, **way})
+                core = EngineCore(config, RankedExecutor(Reused(ranks)), SystemClock(), masks=AllowedByPosition())
+                found[seed].append(outcome(core, seed))
+                core.shutdown()
+        finally:
+            ranks.close()
+    assert all(each == outcomes[0] for outcomes in found for each in outcomes)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no divisor": (
         {"tensor_parallel_size": 2, "decode_context_parallel_size": 3},
@@ -128,8 +158,8 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     """A key head for each rank; windows; states; chosen keys. The sizes that divide are said."""
     for name, size, message in (
         ("qwen2-moe", 2, "leaves no key head on two ranks: .* has 2"),
-        ("gpt-oss", 2, "full attention alone, and .* has others"),
-        ("qwen3-next", 2, "full attention alone, and .* has others"),
+        ("gpt-oss", 2, "latents alone, and .* has others"),
+        ("qwen3-next", 2, "latents alone, and .* has others"),
         ("deepseek-v3.2", 2, "the indexer of .* chooses among all keys"),
     ):
         make = qwen2_moe if name == "qwen2-moe" else FAMILIES[name]
