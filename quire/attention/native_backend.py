@@ -259,7 +259,7 @@ def _merge(dealt: DealtTokens, parts: Buffer, num_heads: int, dim: int) -> Buffe
     native, count, width = dealt.group.native, dealt.deal.num_ranks, num_heads * dim
     if native is None:
         return parts.recorder.call_torch(partial(dealt.merge, num_heads, dim), width, [parts])
-    sizes = {"count": count, "num_heads": num_heads, "head_dim": dim}
+    sizes: dict[str, Any] = {"count": count, "num_heads": num_heads, "head_dim": dim}
     return parts.recorder.call("merge_parts", width, buffers={"x": parts}, ranks=native, **sizes)
 
 

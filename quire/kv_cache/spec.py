@@ -130,8 +130,8 @@ def layer_spec(
     if attention.kind == "state":
         return StateSpec(attention.state_bytes(num_ranks))
     if attention.kind == "latent":
-        kept = (attention.latent_dim, dtype_bytes, scale_bytes, attention.index_dim, attention.index_top)
-        return LatentSpec(*kept, dealt_to=dealt_to)
+        latents = (attention.latent_dim, dtype_bytes, scale_bytes, attention.index_dim, attention.index_top)
+        return LatentSpec(*latents, dealt_to=dealt_to)
     num_kv_heads = max(1, attention.num_kv_heads // num_ranks)
     sizes = (num_kv_heads, attention.key_dim, attention.value_dim, dtype_bytes, scale_bytes)
     if attention.window is None:
