@@ -32,6 +32,14 @@ inline constexpr int64_t kWordBytes = 4;
 inline constexpr int64_t kMaxHeadDim = 256;   // of 8, 16, 24 ...
 inline constexpr int64_t kMaxBlockSize = 1024;
 inline constexpr int64_t kMaxPartialRows = 8192;
+// What a running maximum is before any key: finite, so that differences of maxima are never NaN.
+inline constexpr float kNothing = -3.402823466e38f;
+
+// The logarithm of a sum of weights, each divided by e^maximum.
+QUIRE_HEADER_INLINE float log_sum(float maximum, float weight) {
+  if (weight == 0) return kNothing;  // no key is seen
+  return static_cast<float>(static_cast<double>(maximum) + __builtin_log(static_cast<double>(weight)));
+}
 
 QUIRE_HEADER_INLINE constexpr int64_t element_bytes(CacheType type) {
   return type == CacheType::kF32 ? 4 : type == CacheType::kBF16 ? 2 : 1;

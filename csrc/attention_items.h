@@ -332,10 +332,8 @@ QUIRE_INLINE void write_row(const AttentionArgs& args, int64_t head, const float
     maximum = top;
   }
   if (args.parts) {
-    const bool is_empty = weight == 0;  // no key is seen here
-    row[args.num_heads * args.head_dim + head] =
-        is_empty ? kNothing : static_cast<float>(static_cast<double>(maximum) + __builtin_log(static_cast<double>(weight)));
-    if (is_empty) weight = 1;
+    row[args.num_heads * args.head_dim + head] = log_sum(maximum, weight);
+    if (weight == 0) weight = 1;
   }
   if (args.cache == CacheType::kE4M3) factor *= element_factor<CacheType::kE4M3> * args.value_scale;
   const vf scale = broadcast(factor / weight);

@@ -63,8 +63,8 @@ AttentionPlan::AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num
   if (num_blocks < 1 || num_heads < 1 || num_heads % num_kv_heads != 0 || window < 0 || threads < 1 || top < 0)
     throw std::invalid_argument("attention over no blocks, uneven groups of heads, a negative window or no threads");
   if (deal.ranks < 1 || deal.rank < 0 || deal.rank >= deal.ranks || deal.run < 1 || block_size % deal.run != 0 ||
-      (deal.ranks > 1 && (window > 0 || latent)))
-    throw std::invalid_argument("tokens that are dealt by runs which do not divide a block, of windows or latents");
+      (deal.ranks > 1 && (window > 0 || top > 0)))
+    throw std::invalid_argument("tokens that are dealt by runs which do not divide a block, of windows or chosen keys");
   if (num_blocks > kMostBlocks || num_heads > kMostHeads || threads > kMostHeads)
     throw std::invalid_argument("attention over more blocks, heads or threads than can be counted");
 }

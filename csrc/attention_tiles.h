@@ -20,8 +20,6 @@ inline constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 inline constexpr int kTileVectors = kKeyTile / kLanes;
 inline constexpr int kSubtileVectors = kSubtile / kLanes;
 inline constexpr int kSubtiles = kKeyTile / kSubtile;
-// What a running maximum is before any key: finite, so that differences of maxima are never NaN.
-inline constexpr float kNothing = -3.402823466e38f;
 
 // Where 64 consecutive keys and values lie, 16 at a time, in words: keys [head_dim / p][16], values [16 / p][head_dim].
 // scales: of i8, one for each of the 16.

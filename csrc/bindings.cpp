@@ -308,7 +308,7 @@ void bind_program(nb::module_& module) {
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
              int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t rank, int64_t rope_dim, float scale,
              const Ref& rotation, const Ref& query, const Ref& turned_query, const Ref& latent, const Ref& turned_key,
-             const Ref& out, int64_t top, const Ref& selected, bool writes) {
+             const Ref& out, int64_t top, const Ref& selected, bool writes, bool parts, int64_t query_heads) {
             LatentArgs args;
             args.group = group;
             args.cache = cache;
@@ -330,11 +330,13 @@ void bind_program(nb::module_& module) {
             args.selected = selected;
             args.writes = writes;
             args.attends = out.present();
+            args.parts = parts;
+            args.query_heads = query_heads > 0 ? query_heads : num_heads;
             program.add(args);
           },
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a, "rank"_a,
           "rope_dim"_a, "scale"_a, "rotation"_a, "query"_a, "turned_query"_a, "latent"_a, "turned_key"_a, "out"_a,
-          "top"_a, "selected"_a, "writes"_a = true)
+          "top"_a, "selected"_a, "writes"_a = true, "parts"_a = false, "query_heads"_a = 0)
       .def(
           "select_keys",
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,

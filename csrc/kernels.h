@@ -375,12 +375,14 @@ struct LatentArgs {
   float scale = 1;
   bool writes = true;    // the rows' vectors, to their slots
   bool attends = true;   // over what the pages then hold
+  bool parts = false;    // as AttentionArgs has it
+  int64_t query_heads = 0;  // heads of `turned_query` that are rotated
   Ref rotation;          // as RotationArgs::out, of rope_dim elements; absent: nothing is rotated
   Ref query;             // [rows, num_heads * rank]
   Ref turned_query;      // [rows, num_heads * rope_dim]; changed in place
   Ref latent;            // [rows, rank]
   Ref turned_key;        // [rows, rope_dim]; changed in place
-  Ref out;               // [rows, num_heads * rank]
+  Ref out;               // [rows, num_heads * rank], and with `parts` the logarithms of the sums of weights behind
   int64_t top = 0;       // above 0: most keys that a row reads, ...
   Ref selected;          // ... [rows, top]: their positions, ascending, for rows that see more
 };

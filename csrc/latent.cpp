@@ -21,7 +21,6 @@ constexpr int kPair = 2;                                    // vectors of rows i
 constexpr int kGroupRows = kPair * kLanes;                  // rows whose queries lie together
 constexpr int kTile = kLanes == 16 ? 12 : 6;                // keys, or elements of values, in a register tile
 constexpr int64_t kChunk = 48;                              // elements of values that are laid out at once
-constexpr float kNothing = -3.402823466e38f;                // a maximum before any key: no difference is NaN
 static_assert(kLatentRows % kGroupRows == 0 && kChunk % kTile == 0);
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -61,9 +60,11 @@ struct Work {
   int64_t head(int64_t row) const { return (item.first_row + row) % args.num_heads; }
   // Vectors that hold rows.
   int vectors() const { return static_cast<int>((item.rows + kLanes - 1) / kLanes); }
+  // The last of this rank's tokens that a row sees; -1: it sees none.
+  int64_t last(int64_t row) const { return plan.deal.last_seen(position(row)); }
   // Keys that the item's rows read: all up to their position, or those that were chosen for their token.
   int64_t num_keys() const {
-    const int64_t seen = position(item.rows - 1) + 1;
+    const int64_t seen = last(item.rows - 1) + 1;
     return args.top > 0 ? smaller(seen, args.top) : seen;
   }
   const std::byte* latent(int64_t key) const {
@@ -94,7 +95,7 @@ void load_queries(const Work& work, const Step& step) {
   auto* packed = reinterpret_cast<uint32_t*>(scratch.query);
   for (int64_t r = 0; r < kLatentRows; ++r) {
     // All rows of a token see all keys that were chosen for it.
-    const int64_t last = args.top > 0 ? work.num_keys() - 1 : work.position(r);
+    const int64_t last = args.top > 0 ? work.num_keys() - 1 : work.last(r);
     scratch.positions[r] = r < work.item.rows ? static_cast<int32_t>(last) : -1;
     scratch.total_maximum[r] = kNothing;
     scratch.total_weight[r] = 0;
@@ -374,10 +375,15 @@ void write_rows(const Work& work, const Step& step) {
   for (int64_t d = 0; d < work.args.rank; d += kBlock) {
     const int64_t end = smaller(d + kBlock, work.args.rank);
     for (int64_t r = 0; r < work.item.rows; ++r) {
-      const float scale = 1.0f / scratch.total_weight[r];
-      float* to = out + work.token(r) * work.args.out.stride + work.head(r) * work.args.rank;
+      const bool is_empty = scratch.total_weight[r] == 0;  // no key is seen here
+      const float scale = is_empty ? 0.0f : 1.0f / scratch.total_weight[r];
+      float* row = out + work.token(r) * work.args.out.stride;
+      float* to = row + work.head(r) * work.args.rank;
       // Adding zero makes the one zero of the other: a row's zeros may differ in sign by what was skipped.
       for (int64_t i = d; i < end; ++i) to[i] = scratch.totals[i * kLatentRows + r] * scale + 0.0f;
+      if (d == 0 && work.args.parts)
+        row[work.args.num_heads * work.args.rank + work.head(r)] =
+            log_sum(scratch.total_maximum[r], scratch.total_weight[r]);
     }
   }
 }
@@ -449,11 +455,12 @@ void prepare(const LatentArgs& args, const Step& step, Team& team) {
     float* key = step.at(args.turned_key) + t * args.turned_key.stride;
     if (args.rotation.present()) {
       const float* turn = step.at(args.rotation) + t * args.rotation.stride;
-      for (int64_t head = 0; head < args.num_heads; ++head) rotate_head(turned + head * rope, turn, rope / 2);
+      for (int64_t head = 0; head < args.query_heads; ++head) rotate_head(turned + head * rope, turn, rope / 2);
       rotate_head(key, turn, rope / 2);
     }
     const float* latent = step.at(args.latent) + t * args.latent.stride;
     const int64_t slot = plan.slots[t], at = slot % args.block_size * (rank + rope) * element_bytes(args.cache);
+    if (slot < 0) continue;  // another rank keeps it
     std::byte* to = args.pages + slot / args.block_size * args.block_bytes + at;
     if (args.cache == CacheType::kF32) {
       std::memcpy(to, latent, static_cast<std::size_t>(rank) * sizeof(float));

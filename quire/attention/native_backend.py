@@ -18,6 +18,7 @@ from quire.kv_cache.deal import ALL_TOKENS
 from quire.kv_cache.layout import KVCacheLayout
 
 Inputs: TypeAlias = tuple[Buffer, Buffer, Buffer, Buffer]
+LATENT_ROWS = ("query", "turned_query", "latent", "turned_key")
 
 
 class NativeAttention:
@@ -42,7 +43,7 @@ class NativeAttention:
             for index, group in enumerate(layout.token_groups)
             for page, layer in enumerate(group.layers)
         }
-        self.dealt, deal = dealt, ALL_TOKENS if dealt is None else dealt.deal
+        self._dealt, deal = dealt, ALL_TOKENS if dealt is None else dealt.deal
         self._plans, self._plans_beside = (AttentionPlans(layout, num_heads, num_threads, deal) for _ in range(2))
         self.num_threads = num_threads
         self.latent_dtype = torch.bfloat16 if cache_dtype == "bfloat16" else torch.float32
@@ -66,6 +67,11 @@ class NativeAttention:
         """Tokens per kernel block."""
         return self._layout.block_size
 
+    def dealt_in(self, layer: int) -> DealtTokens | None:
+        """Ranks that share a layer's tokens (None: none)."""
+        group, _ = self._page_of_layer[layer]
+        return self._dealt if self._layout.token_groups[group].spec.dealt_to > 1 else None
+
     def latent_rows(self, layer: int) -> tuple[int, torch.Tensor]:
         """KV group of a layer, and its latents in slot order, [slots, width]."""
         group, page = self._page_of_layer[layer]
@@ -78,7 +84,7 @@ class NativeAttention:
         query_norm, key_norm = (0 if norm is None else address_of(norm.weight) for norm in norms)
         return {
             **self._page_constants(layer.layer),
-            "num_heads": layer.num_heads * (1 if self.dealt is None else self.dealt.deal.num_ranks),
+            "num_heads": self._attended_heads(layer.layer, layer.num_heads),
             "num_kv_heads": layer.num_kv_heads,
             "head_dim": layer.head_dim,
             "scale": layer.stored_scale,
@@ -100,7 +106,7 @@ class NativeAttention:
         """Arguments of `_native.Program.latent` for a layer, besides buffers."""
         return {
             **self._page_constants(shape.layer),
-            "num_heads": shape.num_heads,
+            "num_heads": self._attended_heads(shape.layer, shape.num_heads),
             "rank": shape.rank,
             "rope_dim": shape.rope_dim,
             "scale": shape.scale,
@@ -118,6 +124,10 @@ class NativeAttention:
             "top": shape.top,
             "scale": shape.scale,
         }
+
+    def _attended_heads(self, layer: int, num_heads: int) -> int:
+        dealt = self.dealt_in(layer)
+        return num_heads if dealt is None else num_heads * dealt.deal.num_ranks
 
     def _page_constants(self, layer: int) -> dict[str, Any]:
         group, page = self._page_of_layer[layer]
@@ -142,8 +152,9 @@ class RecordedAttention(AttentionStep):
 
     def attend(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
         qkv.recorder.keep.append(heads)
-        if self.backend.dealt is not None:
-            return self.attend_dealt(self.backend.dealt, heads, self.write_rows(heads, qkv, rotation))
+        dealt = self.backend.dealt_in(heads.shape.layer)
+        if dealt is not None:
+            return self.attend_dealt(dealt, heads, self.write_rows(heads, qkv, rotation))
         return qkv.recorder.call(
             "attention",
             heads.shape.num_heads * heads.shape.head_dim,
@@ -152,7 +163,7 @@ class RecordedAttention(AttentionStep):
         )
 
     def write_rows(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
-        """Record norms and rotation of rows, in place, and the write of their keys and values, without attention."""
+        """Record norms, rotation and write of rows' keys and values, without attention."""
         return qkv.recorder.call(
             "attention",
             qkv.width,
@@ -166,34 +177,57 @@ class RecordedAttention(AttentionStep):
 
     def attend_dealt(self, dealt: DealtTokens, heads: HeadWeights, rows: Buffer) -> Buffer:
         """Record attention of written rows over all ranks' tokens."""
-        recorder, native, count = rows.recorder, dealt.group.native, dealt.deal.num_ranks
         num_heads, dim = heads.shape.num_heads, heads.shape.head_dim
-        own, every = num_heads * dim, count * num_heads * dim
-        if native is None:
-            queries = recorder.call_torch(partial(dealt.gather, own), every, [rows])
-        else:
-            queries = recorder.call("all_gather", every, buffers={"x": rows}, ranks=native, width=every, count=count)
-        parts = recorder.call(
+        queries = _gather(dealt, rows, num_heads * dim)
+        parts = rows.recorder.call(
             "attention",
-            every + count * num_heads,
+            queries.width + dealt.deal.num_ranks * num_heads,
             buffers={"qkv": queries, "rotation": None},
             writes=False,
             parts=True,
             **self.backend.head_constants(heads),
         )
-        if native is None:
-            return recorder.call_torch(partial(dealt.merge, num_heads, dim), own, [parts])
-        return recorder.call(
-            "merge_parts", own, buffers={"x": parts}, ranks=native, count=count, num_heads=num_heads, head_dim=dim
-        )
+        return _merge(dealt, parts, num_heads, dim)
 
     def attend_latent(
         self, shape: LatentShape, inputs: Inputs, rotation: Buffer | None, selected: Buffer | None = None
     ) -> Buffer:
-        names = ("query", "turned_query", "latent", "turned_key")
-        buffers = {**dict(zip(names, inputs, strict=True)), "rotation": rotation, "selected": selected}
+        dealt = self.backend.dealt_in(shape.layer)
+        if dealt is not None:
+            self.write_latents(shape, inputs, rotation)
+            return self.attend_dealt_latents(dealt, shape, inputs)
+        buffers = {**dict(zip(LATENT_ROWS, inputs, strict=True)), "rotation": rotation, "selected": selected}
         constants = self.backend.latent_constants(shape)
         return inputs[0].recorder.call("latent", inputs[0].width, buffers=buffers, **constants)
+
+    def write_latents(self, shape: LatentShape, inputs: Inputs, rotation: Buffer | None) -> Buffer:
+        """Record rotation and write of rows' latents, without attention. Returns the keys."""
+        query, turned_query, latent, turned_key = inputs
+        return query.recorder.call(
+            "latent",
+            turned_key.width,
+            over=turned_key,
+            in_place=True,
+            output=LATENT_ROWS[-1],
+            buffers={"turned_query": turned_query, "latent": latent, "rotation": rotation}
+            | dict.fromkeys(("query", "selected", "out")),
+            query_heads=shape.num_heads,
+            **self.backend.latent_constants(shape),
+        )
+
+    def attend_dealt_latents(self, dealt: DealtTokens, shape: LatentShape, inputs: Inputs) -> Buffer:
+        """Record attention of written rows over all ranks' latents."""
+        queries, turned = (_gather(dealt, rows, rows.width) for rows in inputs[:2])
+        absent = dict.fromkeys((*LATENT_ROWS[2:], "rotation", "selected"))
+        parts = queries.recorder.call(
+            "latent",
+            queries.width + dealt.deal.num_ranks * shape.num_heads,
+            buffers={"query": queries, "turned_query": turned, **absent},
+            writes=False,
+            parts=True,
+            **self.backend.latent_constants(shape),
+        )
+        return _merge(dealt, parts, shape.num_heads, shape.rank)
 
     def attend_expanded(
         self, shape: LatentShape, expansion: LatentExpansion, inputs: Inputs, rotation: Buffer | None
@@ -211,6 +245,22 @@ class RecordedAttention(AttentionStep):
             buffers={"query": query, "key": key, "weights": weights, "rotation": rotation},
             **self.backend.index_constants(shape),
         )
+
+
+def _gather(dealt: DealtTokens, x: Buffer, width: int) -> Buffer:
+    native, count = dealt.group.native, dealt.deal.num_ranks
+    if native is None:
+        return x.recorder.call_torch(partial(dealt.gather, width), count * width, [x])
+    every = count * width
+    return x.recorder.call("all_gather", every, buffers={"x": x}, ranks=native, width=every, count=count)
+
+
+def _merge(dealt: DealtTokens, parts: Buffer, num_heads: int, dim: int) -> Buffer:
+    native, count, width = dealt.group.native, dealt.deal.num_ranks, num_heads * dim
+    if native is None:
+        return parts.recorder.call_torch(partial(dealt.merge, num_heads, dim), width, [parts])
+    sizes: dict[str, Any] = {"count": count, "num_heads": num_heads, "head_dim": dim}
+    return parts.recorder.call("merge_parts", width, buffers={"x": parts}, ranks=native, **sizes)
 
 
 class NativeAttentionStep(RecordedAttention):

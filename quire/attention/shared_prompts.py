@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.attention.native_backend import Inputs, NativeAttention, NativeAttentionStep
+from quire.attention.native_backend import LATENT_ROWS, Inputs, NativeAttention, NativeAttentionStep
 from quire.kernels.arguments import HeadWeights, IndexShape, LatentShape
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedProgram, Recorder, rounded_rows
@@ -124,7 +124,8 @@ class SharedPromptsStep(NativeAttentionStep):
         self._keys = keys
 
     def attend(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
-        recorder, shape, dealt = qkv.recorder, heads.shape, self.backend.dealt
+        recorder, shape = qkv.recorder, heads.shape
+        dealt = self.backend.dealt_in(shape.layer)
         recorder.keep.append(heads)
         rows, width = self.write_rows(heads, qkv, rotation), shape.num_heads * shape.head_dim
         constants = self.backend.head_constants(heads, rotation) | PREPARED
@@ -136,12 +137,14 @@ class SharedPromptsStep(NativeAttentionStep):
     def attend_latent(
         self, shape: LatentShape, inputs: Inputs, rotation: Buffer | None, selected: Buffer | None = None
     ) -> Buffer:
-        query, turned_query, latent, turned_key = inputs
+        query, turned_query, latent, _ = inputs
         constants = self.backend.latent_constants(shape)
         absent = ("query", "turned_query", "selected")
-        keys = LayerKeys("latent", shape.layer, ("latent", "turned_key"), absent, constants)
-        turned_key = keys.write([latent, turned_key], turned_query=turned_query, rotation=rotation)
-        self._keys.record(keys, [latent, turned_key])
+        keys = LayerKeys("latent", shape.layer, LATENT_ROWS[2:], absent, constants)
+        self._keys.record(keys, [latent, self.write_latents(shape, inputs, rotation)])
+        dealt = self.backend.dealt_in(shape.layer)
+        if dealt is not None:
+            return self.attend_dealt_latents(dealt, shape, inputs)
         buffers = {"query": query, "turned_query": turned_query, "selected": selected}
         buffers |= dict.fromkeys((*keys.rows, "rotation"))
         return query.recorder.call("latent", query.width, buffers=buffers, writes=False, **constants)

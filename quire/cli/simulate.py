@@ -106,7 +106,7 @@ def build_parser() -> Parser:
     group = parser.add_argument_group("what serves")
     group.add_argument("--model", metavar="M", required=True, help=f"a config.json, its directory, or one of {', '.join(built_in())}")  # fmt: skip  # noqa: E501
     group.add_argument("--gpu", metavar="NAME", default="h100", help=f"a profile's JSON file, or one of {', '.join(profiles())} (h100)")  # fmt: skip  # noqa: E501
-    for name, text in (("tp", "devices that share each layer"), ("pp", "pipeline stages"), ("dp", "replicas"), ("ep", "devices over which experts are spread"), ("dcp", "devices of tp with one key head that share a context's tokens"), ("pcp", "groups of devices that share prompts")):  # fmt: skip  # noqa: E501
+    for name, text in (("tp", "devices that share each layer"), ("pp", "pipeline stages"), ("dp", "replicas"), ("ep", "devices over which experts are spread"), ("dcp", "devices of tp with the same keys that share a context's tokens"), ("pcp", "groups of devices that share prompts")):  # fmt: skip  # noqa: E501
         group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{text} (1)")
     group.add_argument("--router", metavar="NAME", default="round-robin", help=f"of the replicas: {', '.join(ROUTERS)} (round-robin)")  # fmt: skip  # noqa: E501
     group.add_argument("--adapter-load", metavar="T", help="time to load an adapter, such as 80ms (a copy over PCIe)")

@@ -122,7 +122,7 @@ class EngineKeywords(TypedDict, total=False):
     data_parallel_size: int
     """engines of a server or AsyncLLM that share out requests, cores and memory (CPU)"""
     decode_context_parallel_size: int
-    """ranks of tensor_parallel_size with one key head that share a context's tokens (1)"""
+    """ranks of tensor_parallel_size with the same keys that share a context's tokens (1)"""
     prefill_context_parallel_size: int
     """groups of those ranks that share the tokens of prompts (more than 1: on a CPU)"""
     cp_kv_cache_interleave_size: int

@@ -80,6 +80,11 @@ class AttentionShape:
         return self.num_heads * (self.key_dim - self.rotated_dim + self.value_dim) * self.latent_rank
 
     @property
+    def scored_dim(self) -> int:
+        """Elements of a head's query at the cache."""
+        return self.latent_dim if self.kind == "latent" else self.key_dim
+
+    @property
     def attended_dim(self) -> int:
         """Elements per head that attention returns; for "latent" before values are expanded."""
         return self.latent_rank if self.kind == "latent" else self.value_dim

@@ -204,7 +204,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, DEVICE("engines of a server or AsyncLLM that share out requests, cores and memory (CPU)", "-dp")
     ] = 1
     decode_context_parallel_size: Annotated[
-        int, DEVICE("ranks of tensor_parallel_size with one key head that share a context's tokens (1)", "-dcp")
+        int, DEVICE("ranks of tensor_parallel_size with the same keys that share a context's tokens (1)", "-dcp")
     ] = 1
     prefill_context_parallel_size: Annotated[
         int, DEVICE("groups of those ranks that share the tokens of prompts (more than 1: on a CPU)", "-pcp")

@@ -22,6 +22,7 @@ RANK_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context
 """Options whose product is the number of an engine's ranks."""
 EXECUTORS = ("uni", "mp", "ray", "external_launcher")
 RAY_PLACEMENTS = ("pack", "strict_spread")
+EXPANDED = "expanded latents are those of whole prompts: choose mla_prompt='absorbed'"
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,7 @@ def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
         raise _refused(options, reason, name)
 
 
-def check_tokens_dealt(
-    options: EngineOptions, model: ModelConfig, speculation: SpeculationConfig, backend: str
-) -> None:
+def check_tokens_dealt(options: EngineOptions, model: ModelConfig, backend: str) -> None:
     """Raise ConfigError for a model whose tokens the ranks cannot share."""
     count, tp = options.decode_context_parallel_size, options.tensor_parallel_size
     run = options.cp_kv_cache_interleave_size
@@ -188,8 +187,8 @@ def check_tokens_dealt(
         reason = f"attention_backend={backend!r} attends to the tokens of one rank"
     elif model.is_encoder:
         reason = f"{model.architecture} keeps no tokens"
-    elif speculation.has_layers:
-        reason = f"{SPECULATION}.method {speculation.method!r} has a model that keeps all tokens on each rank"
+    elif model.expands_prompts:
+        reason = EXPANDED
     if reason is not None:
         name = "decode_context_parallel_size"
         raise ConfigError(f"{name}={count} is not possible: {reason}", param=name)
@@ -197,14 +196,16 @@ def check_tokens_dealt(
 
 def why_not_dealt(shape: ModelShape, tp: int, count: int) -> str | None:
     """Reason why `count` of `tp` ranks cannot keep a part of each sequence's tokens each; None: they can."""
-    kinds = {layer.attention.kind for layer in shape.layers} - {"none"}
-    if kinds - {"full"} or any(layer.attention.window is not None for layer in shape.layers):
-        other = ", ".join(sorted(kinds - {"full"})) or "sliding"
-        return f"tokens are dealt in layers of full attention alone, and {shape.name} has others ({other})"
-    copies = [tp // layer.attention.num_kv_heads for layer in shape.layers if layer.attention.kind != "none"]
-    most = min(copies, default=0)
+    kept = [layer.attention for layer in shape.layers if layer.attention.kind != "none"]
+    others = {each.kind for each in kept} - {"full", "latent"}
+    if others:
+        other = ", ".join(sorted(others))
+        return f"tokens are dealt in layers of full attention and latents alone, and {shape.name} has others ({other})"
+    if any(each.index_top for each in kept):
+        return f"the indexer of {shape.name} chooses among all keys of a token, which no rank would have"
+    most = min((tp // (1 if each.kind == "latent" else each.num_kv_heads) for each in kept), default=0)
     if most < 2:
-        heads = max(layer.attention.num_kv_heads for layer in shape.layers)
+        heads = max((each.num_kv_heads for each in kept), default=0)
         return f"tensor_parallel_size={tp} leaves no key head on two ranks: {shape.name} has {heads}"
     if most % count:
         sizes = " or ".join(str(size) for size in range(2, most + 1) if most % size == 0)
@@ -282,7 +283,7 @@ def check_prompts_dealt(
         return
     refused = (
         (backend != "native", f"attention_backend={backend!r} attends to the rows of one rank"),
-        (model.expands_prompts, "expanded latents are those of whole prompts: choose mla_prompt='absorbed'"),
+        (model.expands_prompts, EXPANDED),
         (model.is_encoder, f"{model.architecture} attends in both directions"),
         (options.expert_counts, "expert_counts needs the rows of all tokens on one rank"),
         (options.enable_eplb, "enable_eplb needs the rows of all tokens on one rank"),

@@ -142,7 +142,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
     speculation = _speculation(speculation, options, model, backend, is_accelerated)
-    check_tokens_dealt(options, model, speculation, backend)
+    check_tokens_dealt(options, model, backend)
     check_prompts_dealt(options, model, speculation, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))

@@ -75,24 +75,24 @@ class ChunkedSpec(_KeyValueSpec):
 class LatentSpec:
     """Latent attention: one vector per token, which all heads read as key and value. width: elements of the vector.
     index_width: elements of an indexer's key (0: no indexer). top: tokens that the indexer chooses, whose vectors are
-    read."""
+    read. dealt_to: see AttentionSpec."""
 
     kind: ClassVar[str] = "latent"
     window: ClassVar[int | None] = None
-    dealt_to: ClassVar[int] = 1
 
     width: int
     dtype_bytes: int
     scale_bytes: int = 0
     index_width: int = 0
     top: int = 0
+    dealt_to: int = field(default=1, kw_only=True)
 
     @property
     def token_bytes(self) -> int:
         return (self.width + self.index_width) * self.dtype_bytes + self.scale_bytes
 
     def page_bytes(self, block_size: int) -> int:
-        return block_size * self.token_bytes
+        return block_size // self.dealt_to * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
         """[block_size, width + index_width]: shape of one layer's part of a block."""
@@ -125,12 +125,13 @@ LayerSpec: TypeAlias = AttentionSpec | SlidingWindowSpec | ChunkedSpec | LatentS
 def layer_spec(
     attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1, dealt_to: int = 1
 ) -> LayerSpec:
-    """Spec of a layer on one of `num_ranks` ranks, which share heads while there are enough. dealt_to: ranks with the
-    same key heads that keep part of the tokens each."""
+    """Spec of a layer on one of `num_ranks` ranks, which share heads while there are enough. dealt_to: ranks that
+    keep part of the tokens each."""
     if attention.kind == "state":
         return StateSpec(attention.state_bytes(num_ranks))
     if attention.kind == "latent":
-        return LatentSpec(attention.latent_dim, dtype_bytes, scale_bytes, attention.index_dim, attention.index_top)
+        latents = (attention.latent_dim, dtype_bytes, scale_bytes, attention.index_dim, attention.index_top)
+        return LatentSpec(*latents, dealt_to=dealt_to)
     num_kv_heads = max(1, attention.num_kv_heads // num_ranks)
     sizes = (num_kv_heads, attention.key_dim, attention.value_dim, dtype_bytes, scale_bytes)
     if attention.window is None:

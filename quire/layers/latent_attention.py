@@ -53,7 +53,7 @@ class LatentHeads:
 
 
 class LatentAttention:
-    """Latent attention with heads shared by the ranks; each rank keeps whole latents. index: an indexer chooses the
+    """Latent attention with heads shared by the ranks; latents are whole on each. index: an indexer chooses the
     keys that tokens read (None: all). Tensor names are DeepSeek's. Raises ConfigError for unsupported latents and for
     heads that ranks cannot share."""
 
@@ -134,14 +134,11 @@ class LatentAttention:
         return self._output(self._expand(attended) if self._expanded is None else attended, residual)
 
     def cache_spec(self) -> LatentSpec:
-        """KV-cache spec of the layer, the same on every rank."""
+        """KV-cache spec of the layer."""
         dtype = self._context.cache_dtype
         sizes = self._shape.width, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0)
-        return (
-            LatentSpec(*sizes)
-            if self._indexer is None
-            else LatentSpec(*sizes, index_width=self._indexer.shape.dim, top=self._indexer.shape.top)
-        )
+        index = (0, 0) if self._indexer is None else (self._indexer.shape.dim, self._indexer.shape.top)
+        return LatentSpec(*sizes, *index, dealt_to=self._context.dealt_to)
 
     def slots(self) -> WeightSlots:
         heads = self._heads

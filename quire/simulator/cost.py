@@ -492,7 +492,7 @@ class CostModel:
     def _merged_elements(self) -> float:
         others, total = self.layout.dcp - 1, 0.0
         for attention, num_layers in self.shape.attention_counts.items():
-            row = attention.num_heads / self.layout.tp * (attention.key_dim + attention.value_dim + 1)
+            row = attention.num_heads / self.layout.tp * (attention.scored_dim + attention.attended_dim + 1)
             total += num_layers * self._layers / self.shape.num_layers * others * row
         return total
 

@@ -52,5 +52,5 @@ def _in_layer(layer: LayerShape, hidden: int, layout: ParallelConfig) -> int:
             elements += hidden * (1 if layout.redundant_experts is None else experts.num_active)
     if layout.dcp > 1:
         heads = attention.num_heads // layout.tp
-        elements += heads * attention.key_dim + layout.dcp * heads * (attention.key_dim + 1)
+        elements += heads * (attention.scored_dim + layout.dcp * (attention.attended_dim + 1))
     return elements

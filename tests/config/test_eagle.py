@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from quire.config.eagle import with_verifier
@@ -78,17 +77,6 @@ def test_refused_heads(change: dict[str, object], message: str, tmp_path: Path) 
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(drafting(tmp_path, TWIN.config() | change))
     assert caught.value.param == "speculative_config"
-
-
-def test_a_head_keeps_all_tokens_on_each_rank(tmp_path: Path) -> None:
-    """So the ranks of its model cannot share a context's tokens."""
-    options = drafting(tmp_path, TWIN.config() | {"target_hidden_size": 64})
-    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
-    (Path(options.model) / "config.json").write_text(json.dumps(MODEL | sizes))
-    ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
-    with pytest.raises(ConfigError, match="'eagle3' has a model that keeps all tokens on each rank") as caught:
-        resolve(msgspec.structs.replace(options, **ranks))
-    assert caught.value.param == "decode_context_parallel_size"
 
 
 def test_the_model_of_a_speculator(tmp_path: Path) -> None:

@@ -106,8 +106,9 @@ def run(core: EngineCore) -> dict[str, list[int]]:
         for update in core.step().updates:
             tokens = found.setdefault(update.request_id, [])
             tokens.extend(update.new_token_ids)
-            if update.request_id == "5" and len(tokens) == 4:
+            if update.request_id == "5" and len(tokens) >= 4:
                 core.handle(Abort("5"))
+                del tokens[4:]
     core.scheduler.check()
     return found
 

@@ -75,6 +75,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole experts": ("qwen3-moe", {SHARED: 2, **WHOLE}),
     "whole experts beside latents": ("deepseek-v3", {SHARED: 2, **WHOLE, "expert_placement_strategy": "round_robin"}),
     "tokens dealt": ("one key head", {SHARED: 2, **DEALT, "queue_depth": 2}),
+    "latents dealt": ("deepseek-v3", {SHARED: 2, **DEALT, "cp_kv_cache_interleave_size": 4, "queue_depth": 2}),
     "stages": ("qwen3", {SHARED: 2, "pipeline_parallel_size": 2, "max_prefill_chunk": 40}),
     "stages of latents": ("deepseek-v3.2", {SHARED: 2, "pipeline_parallel_size": 2}),
     "tokens dealt in runs, drafts": (
@@ -193,6 +194,7 @@ COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
     "latents, tensor parallel": ("deepseek-v3.2", {"tensor_parallel_size": 2}),
     "whole experts": ("qwen3-moe", WHOLE),
     "tokens dealt": ("one key head", DEALT),
+    "latents dealt": ("deepseek-v3", DEALT),
     "a head of latents": ("a head", MTP),
     "a head that reads layers": ("of a head", EAGLE),
 }

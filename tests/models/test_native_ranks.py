@@ -35,7 +35,7 @@ from tests.fakes.gguf_model import MIXED, WIDE, to_gguf
 from tests.fakes.ranks import ThreadRank, run_ranks
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
-from tests.models.families import llama, qwen3, qwen3_moe
+from tests.models.families import deepseek_v3, llama, qwen3, qwen3_moe
 from tests.models.harness import PagedRunner, chunked_logits, random_prompts, randomize, save
 from tests.models.test_gguf import add_extras
 
@@ -251,13 +251,16 @@ class SharedRank:
         return getattr(self._rank, name)
 
 
+@pytest.mark.parametrize("kept", ["keys", "latents"])
 @pytest.mark.parametrize(("size", "dealt_to", "run"), all_but_long([(2, 2, 1), (4, 2, 4), (4, 4, 2)], [(2, 2, 1)]))
-def test_ranks_with_one_key_head_keep_a_part_of_the_tokens_each(
-    tmp_path: Path, size: int, dealt_to: int, run: int
+def test_ranks_with_the_same_keys_keep_a_part_of_the_tokens_each(
+    tmp_path: Path, size: int, dealt_to: int, run: int, kept: str
 ) -> None:
     """The bits of the plain form, which merges the same parts in order, in every batch; as exact as one rank."""
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": size // dealt_to}
-    reference = randomize(llama(**sizes))
+    reference = randomize(
+        llama(**sizes) if kept == "keys" else deepseek_v3(num_attention_heads=8, num_key_value_heads=8)
+    )
     directory = save(reference, tmp_path)
     memory = allocate(_native.SharedRanks.num_bytes(size))
 

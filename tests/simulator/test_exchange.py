@@ -19,7 +19,7 @@ from quire.parallel.single import SINGLE_RANK
 from quire.parallel.stage import Stage
 from quire.simulator.exchange import exchange_of
 from tests.fakes.ranks import ThreadRank, run_ranks
-from tests.models.families import llama, qwen2_moe, qwen3, qwen3_moe
+from tests.models.families import deepseek_v3, llama, qwen2_moe, qwen3, qwen3_moe
 from tests.models.harness import randomize, save
 from tests.models.hybrid_families import qwen3_next
 from tests.models.test_native_ranks import NativeRunner, runner
@@ -27,6 +27,7 @@ from tests.models.test_native_ranks import NativeRunner, runner
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": qwen3,
     "one key head": lambda: llama(hidden_size=64, num_attention_heads=8, num_key_value_heads=1),
+    "latents": lambda: deepseek_v3(num_attention_heads=8, num_key_value_heads=8),
     "states": qwen3_next,
     "experts": qwen3_moe,
     "shared experts": lambda: qwen2_moe(decoder_sparse_step=1, mlp_only_layers=[]),
@@ -60,6 +61,9 @@ class CountingRank:
         ("qwen3", ParallelConfig(2), {}),
         ("one key head", ParallelConfig(2, dcp=2), {"dealt_to": 2}),
         ("one key head", ParallelConfig(4, dcp=2), {"dealt_to": 2}),
+        ("latents", ParallelConfig(2), {}),
+        ("latents", ParallelConfig(2, dcp=2), {"dealt_to": 2}),
+        ("latents", ParallelConfig(4, dcp=2), {"dealt_to": 2}),
         ("states", ParallelConfig(2), {}),
         ("experts", ParallelConfig(2, ep=2), {"placement": "linear"}),
         ("experts", ParallelConfig(2, ep=2, redundant_experts=1), {"placement": "linear", "balance": ExpertBalance(1)}),

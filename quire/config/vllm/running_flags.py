@@ -28,7 +28,7 @@ PARALLEL: tuple[VllmFlag, ...] = (
     noted("numa_bind_cpus", "texts", "start with numactl or taskset instead"),
     refused("device_ids", "text", "set CUDA_VISIBLE_DEVICES instead"),
     to("tensor_parallel_size", "int", short=("-tp",), why="on a CPU so far"),
-    to("decode_context_parallel_size", "int", short=("-dcp",), why="on a CPU so far, in layers of full attention"),
+    to("decode_context_parallel_size", "int", short=("-dcp",), why="on a CPU so far, without windows and states"),
     noted("dcp_comm_backend", "text", ALL_RANKS_ALIKE),
     noted("dcp_q_replicate", "flag", "queries are gathered over shared memory", False),
     to("dcp_kv_cache_interleave_size", "int", "cp_kv_cache_interleave_size"),

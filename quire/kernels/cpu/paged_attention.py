@@ -64,9 +64,12 @@ class AttentionPlans:
             spec = group.spec
             num_blocks = layout.num_blocks * layout.kernel_blocks(group)
             shape = spec.page_shape(layout.block_size)
+            dealing = deal if spec.dealt_to > 1 else ALL_TOKENS
+            dealt = {"ranks": dealing.num_ranks, "rank": dealing.rank, "run": dealing.run}
+            heads = num_heads * dealing.num_ranks
             if isinstance(spec, LatentSpec):
                 plan = _native.AttentionPlan(
-                    layout.block_size, num_blocks, num_heads, 1, 0, num_threads, latent=True, top=spec.top
+                    layout.block_size, num_blocks, heads, 1, 0, num_threads, latent=True, top=spec.top, **dealt
                 )
                 self.plans.append(plan)
                 continue
@@ -75,8 +78,6 @@ class AttentionPlans:
                     f"the native kernels do not compute layers of kind {spec.kind!r} with pages of {shape}"
                 )
             _, size, num_kv_heads, head_dim = shape
-            dealing = deal if spec.dealt_to > 1 else ALL_TOKENS
-            heads = num_heads * dealing.num_ranks
             if all(layer == FOREIGN_LAYER for layer in group.layers):
                 heads = num_kv_heads
             check_shape(size, heads, num_kv_heads, head_dim)
@@ -89,9 +90,7 @@ class AttentionPlans:
                     spec.window or 0,
                     num_threads,
                     chunked=spec.kind == "chunked",
-                    ranks=dealing.num_ranks,
-                    rank=dealing.rank,
-                    run=dealing.run,
+                    **dealt,
                 )
             )
         self._batch: AttentionBatch | None = None

@@ -224,7 +224,8 @@ class CpuPlatform:
         draft = self._config.speculation.draft
         assert draft is not None, "a model makes drafts"
         config, num_heads = replace(self._config, model=draft), draft.num_heads // self._draft_group.size
-        attention = make_attention(config, layout, pages, num_heads, is_native=self._runtime is not None)
+        is_native = self._runtime is not None
+        attention = make_attention(config, layout, pages, num_heads, is_native=is_native, dealt=self._dealt)
         return CacheBackends(attention, StateBackend(layout, {}))
 
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:

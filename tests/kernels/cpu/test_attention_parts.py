@@ -65,8 +65,8 @@ def test_a_rank_without_a_token_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 8}, "of windows or latents"),
-        ({"latent": True}, "of windows or latents"),
+        ({"window": 8}, "of windows or chosen keys"),
+        ({"latent": True, "top": 4}, "of windows or chosen keys"),
         ({"run": 3}, "runs which do not divide a block"),
         ({"rank": 2}, "tokens that are dealt"),
     ],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from quire.attention.dealt import DealtTokens
 from quire.attention.interface import AttentionBatch
 from quire.attention.native_backend import NativeAttention, RecordedAttention
 from quire.errors import ConfigError
@@ -12,15 +15,19 @@ from quire.kernels.arguments import LatentShape, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
+from quire.kv_cache.deal import ALL_TOKENS, Deal
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import LatentSpec
 from quire.layers.native import NativeOperations
 from quire.quantization.interface import LinearShape
 from quire.quantization.packed import PackedLinear
 from quire.quantization.weight_format import WeightFormat
+from quire.worker.block_tables import table_shapes
 from quire.worker.kv_tensors import allocate_pages
+from tests.fakes.ranks import ThreadRank, run_ranks
 from tests.kernels.cpu.attention_pool import BF16_ISAS, ISAS, PRODUCTS
 from tests.kernels.cpu.linear_calls import ISAS as LINEAR_ISAS
+from tests.long import one_in
 
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WAYS = [*((isa, cache) for isa in ISAS for cache in STORED), *((isa, PRODUCTS) for isa in BF16_ISAS)]
@@ -32,23 +39,35 @@ class Pool:
     """One layer's pages, and a program that attends over them. Each sequence has blocks of its own."""
 
     def __init__(
-        self, isa: str, cache: str, shape: LatentShape, *, block_size: int = 16, length: int = 600, threads: int = 2
+        self,
+        isa: str,
+        cache: str,
+        shape: LatentShape,
+        *,
+        block_size: int = 16,
+        length: int = 600,
+        threads: int = 2,
+        dealt: DealtTokens | None = None,
     ) -> None:
         dtype, precision = ("bfloat16", "bfloat16") if cache == PRODUCTS else (cache, "float32")
-        self.shape, self.block_size = shape, block_size
+        self.shape = shape
         self.blocks_each = -(-length // block_size)
-        spec = LatentSpec(shape.width, STORED[dtype].itemsize)
+        spec = LatentSpec(shape.width, STORED[dtype].itemsize, dealt_to=1 if dealt is None else dealt.deal.num_ranks)
         layout = KVCacheLayout(block_size, 1 + 3 * self.blocks_each, *group_layers([spec], block_size))
         self._pages = allocate_pages(layout)
         self._pages[0].fill_(0xC7)  # what a former owner left: finite numbers
-        self._backend = NativeAttention(layout, self._pages, dtype, shape.num_heads, threads)
+        self._backend = NativeAttention(layout, self._pages, dtype, shape.num_heads, threads, dealt)
+        (self._table_shape,) = table_shapes(layout, ALL_TOKENS if dealt is None else dealt.deal)
         operations, recorder = NativeOperations(), Recorder()
         widths = (shape.num_heads * shape.rank, shape.num_heads * shape.rope_dim, shape.rank, shape.rope_dim)
-        inputs = tuple(recorder.external(width, width) for width in widths)
+        inputs = [recorder.external(width, width) for width in widths]
+        if dealt is not None:  # keys are turned in place, which an external buffer cannot be
+            scaled = {"kind": _native.Elementwise.SCALE, "factor": 1.0, "width": shape.rope_dim}
+            inputs[3] = recorder.call("elementwise", shape.rope_dim, buffers={"x": inputs[3], "y": None}, **scaled)
         positions = RecordedIndices(recorder, _native.SLOT_POSITIONS)
         self.frequencies = 3.0 ** -torch.arange(shape.rope_dim // 2).float()
         turn = operations.rotation(RotaryFrequencies(self.frequencies, 1.0, torch.float32), positions)
-        result = RecordedAttention(self._backend).attend_latent(shape, inputs, turn)
+        result = RecordedAttention(self._backend).attend_latent(shape, tuple(inputs), turn)
         self._program = recorder.finish_program(result, NativeRuntime(isa, threads, precision), MOST_ROWS)
 
     def step(self, work: list[tuple[int, int, tuple[torch.Tensor, ...]]]) -> list[torch.Tensor]:
@@ -59,7 +78,7 @@ class Pool:
         index = torch.repeat_interleave(torch.arange(len(work)), counts)
         # Blocks lie backwards.
         tables = torch.stack([(1 + seq + 3 * torch.arange(self.blocks_each)).flip(0) for seq, _, _ in work]).int()
-        slots = tables[index, positions // self.block_size].long() * self.block_size + positions % self.block_size
+        slots = torch.from_numpy(self._table_shape.slots(tables.numpy(), index.numpy(), positions.numpy()))
         query_start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
         batch = AttentionBatch(query_start, starts, positions, index, (tables,), (slots,))
         rows = [torch.cat([own[each] for _, _, own in work]).clone() for each in range(4)]
@@ -132,6 +151,28 @@ def test_the_same_bits_alone_in_chunks_in_a_batch_and_on_any_number_of_threads(i
     for seed, result in ((3, results[0]), (2, results[2])):
         alone = inputs(SMALL, {3: 270, 2: 21}[seed], seed)
         assert torch.equal(Pool(isa, cache, SMALL).step([(0, 0, alone)])[0][-1:], result)
+
+
+@pytest.mark.parametrize(("isa", "cache", "count", "run"), one_in(3, WAYS, [(2, 1), (3, 16)]))
+def test_ranks_that_keep_a_part_of_the_latents_each(isa: str, cache: str, count: int, run: int) -> None:
+    """As exact as one rank, with the same bits in chunks, on any number of threads, and where a rank sees nothing."""
+    whole, length = replace(SMALL, num_heads=3 * count), 560
+    rows = inputs(whole, length)
+
+    def compute(rank: ThreadRank) -> list[torch.Tensor]:
+        halves = (each.chunk(count, dim=1)[rank.rank] for each in rows[:2])
+        own, dealt = (*halves, *rows[2:]), DealtTokens(Deal(count, rank.rank, run), rank)
+        found = []
+        for threads, chunks in ((1, [300, 260]), (2, [1, 258, 300, 1]), (3, [17, 3, 270, 270])):
+            found.append(in_chunks(Pool(isa, cache, SMALL, threads=threads, dealt=dealt), own, chunks))
+        return found
+
+    found = run_ranks(count, compute)
+    for first, *others in found:
+        assert all(torch.equal(first, other) for other in others)
+    tolerance = 0.05 if cache == PRODUCTS else 2e-3 if cache == "bfloat16" else 2e-5
+    expected = exact(Pool(isa, cache, whole), rows, cache)
+    torch.testing.assert_close(torch.cat([each[0] for each in found], 1).double(), expected, rtol=0, atol=tolerance)
 
 
 def test_a_long_sequence_is_shared_out_over_threads() -> None:
