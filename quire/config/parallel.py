@@ -268,9 +268,10 @@ def why_no_copies(redundant: int, num_experts: int, num_ranks: int) -> str | Non
 
 def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> None:
     """Raise ConfigError for features that pipeline stages do not compute yet."""
-    if speculation.max_drafts:
+    if speculation.has_layers:
         stages = f"pipeline_parallel_size={options.pipeline_parallel_size}"
-        raise ConfigError(f"{SPECULATION} does not go together with {stages} yet", param=SPECULATION)
+        message = f"{SPECULATION}.method {speculation.method!r} does not go together with {stages} yet"
+        raise ConfigError(message, param=SPECULATION)
 
 
 def check_prompts_dealt(

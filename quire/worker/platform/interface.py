@@ -145,6 +145,8 @@ class StepCompute(Protocol):
     """True if the hidden states of all tokens are read, for drafts."""
     samples: bool
     """True if the last layer and sampling are computed here."""
+    tells_drafts: bool
+    """True if results have the drafts of all samples, which other pipeline stages verify too."""
 
     @property
     def columns(self) -> RequestColumns: ...
