@@ -268,7 +268,7 @@ def why_no_copies(redundant: int, num_experts: int, num_ranks: int) -> str | Non
 
 def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> None:
     """Raise ConfigError for features that pipeline stages do not compute yet."""
-    if speculation.has_layers:
+    if speculation.has_layers and speculation.method != "draft_model":
         stages = f"pipeline_parallel_size={options.pipeline_parallel_size}"
         message = f"{SPECULATION}.method {speculation.method!r} does not go together with {stages} yet"
         raise ConfigError(message, param=SPECULATION)

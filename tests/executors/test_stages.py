@@ -23,6 +23,7 @@ from quire.executors.ranked import RankedExecutor, SampledTokens
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.step import SamplingInputs, StepPlan, StepResult
+from tests.e2e.draft_models import changed, noisy
 from tests.executors.test_multiprocess import NUM_BLOCKS, Reused, configured, everything, pool, run, sleep_and_wake
 from tests.fakes.masks import AllowedByPosition
 from tests.models.families import FAMILIES, qwen3
@@ -166,6 +167,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "two stages of two ranks, drafts": ("qwen3", TWO_RANKS, {**TWO_RANKS, **DRAFTS, "pipeline_parallel_size": 2}),
     "stages of shared prompts, drafts": ("qwen3", {}, {**DRAFTS, **SHARED, "pipeline_parallel_size": 2}),
     "stages of unlike layers, drafts": ("qwen3-next", {}, {**DRAFTS, "pipeline_parallel_size": 2}),
+    "stages, drafts of a model": ("qwen3", {}, {"pipeline_parallel_size": 2}),
+    "stages of two ranks, drafts of a model": ("qwen3", TWO_RANKS, {**TWO_RANKS, "pipeline_parallel_size": 2}),
     "stages of shared prompts": ("qwen3", {}, {**SHARED, "pipeline_parallel_size": 2}),
     "shared prompts": ("qwen3", {}, SHARED),
     "shared latents": ("deepseek-v3.2", {}, SHARED),
@@ -191,6 +194,9 @@ def test_random_schedules(model_path: Path, tmp_path: Path, layout: str) -> None
     model, plain, dealt = LAYOUTS[layout]
     if model != "qwen3":
         model_path = save(randomize(FAMILIES[model]()), tmp_path)
+    if "of a model" in layout:
+        draft = changed(model_path, tmp_path / "draft", noisy)
+        dealt = {**dealt, "speculative_config": {"model": str(draft), "num_speculative_tokens": 3}}
     found: list[list[Any]] = []
     num_accepted = 0
     for options in (plain, dealt):

@@ -175,7 +175,7 @@ class CpuPlatform:
             extras=Extras(self.expert_counts, self.adapters, self.balancer),
             stage=self.stage,
         )
-        self.draft_model = self._load_draft_model(model)
+        self.draft_model = self._load_draft_model(model) if self.stage.is_last else None
         return model
 
     def _load_draft_model(self, model: CausalLM) -> DraftModel | None:
