@@ -206,8 +206,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     masked_samples: list[int] = []
     """Indices into `sample_seq_ids`, ascending, of samples that need a mask. Empty: no SamplingInputs follow."""
     sampled: list[tuple[int, int, list[int]]] = []
-    """(seq_id, position, tokens): rows' last tokens, sampled on a pipeline's last stage. The executor adds them for the
-    other stages, and all drafts to `drafts`."""
+    """(seq_id, position, tokens): rows' last tokens, sampled on a pipeline's last stage. The executor adds them, and
+    all drafts, for the other stages."""
 
     @property
     def masked_seq_ids(self) -> set[int]:
@@ -215,7 +215,7 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     @property
     def sampled_positions(self) -> list[int]:
-        """Position of each sample's first new token, aligned with `sample_seq_ids`."""
+        """Position of each sample's first new token."""
         ends = map(add, self.start_positions, self.num_tokens)
         firsts = list(map(sub, ends, self.num_drafts) if self.num_drafts else ends)
         return [firsts[source] for source in self.sample_from]

@@ -56,8 +56,10 @@ LAYOUTS: dict[str, list[str]] = {
     "pcp": ["-pcp", "2"],
     "tp, pp": ["-tp", "2", "-pp", "2"],
     "pp, drafts": ["-pp", "2", "--speculative-config", json.dumps(DRAFTS)],
-    "ep": ["-tp", "2", "-ep", "--load-format", "dummy", "--hf-overrides", json.dumps(EXPERTS)]
-    + ["--enable-eplb", "--eplb-config", json.dumps(BALANCE)],
+    "ep": [
+        *("-tp", "2", "-ep", "--load-format", "dummy", "--hf-overrides", json.dumps(EXPERTS)),
+        *("--enable-eplb", "--eplb-config", json.dumps(BALANCE)),
+    ],
 }
 OPTIONS = ["--port", "0", "--threads", "1", "--num-blocks-override", "64", "--hung-engine-timeout", "6"]
 

@@ -99,7 +99,15 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
     results = sweep_module.sweep(scenario, candidates, num_processes=namespace.processes)
     front = sweep_module.pareto_front([point for result in results for point in result.points])
     table = Table(title=f"{_devices_title(scenario)}: layouts of {num_devices} devices", title_justify="left")
-    columns = ["layout", "sent a token", "and a prompt's", "most tokens/s/GPU", "at TPOT ms", "best 1/TPOT", "on the front"]
+    columns = [
+        "layout",
+        "sent a token",
+        "and a prompt's",
+        "most tokens/s/GPU",
+        "at TPOT ms",
+        "best 1/TPOT",
+        "on the front",
+    ]
     if scenario.objectives:
         columns += ["requests/s that hold", "each GPU"]
     for column in columns:

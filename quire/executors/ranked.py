@@ -22,8 +22,7 @@ from quire.step import BlockKey, SamplingInputs, StepPlan, StepResult, StoreRepo
 
 
 class SampledTokens:
-    """Tokens that the last stage of a pipeline has sampled, and drafts that it has made, which the others do not have
-    yet."""
+    """Tokens and drafts of a pipeline's last stage that the others do not have yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,8 +30,7 @@ class SampledTokens:
         self._known: list[tuple[int, int, list[int]]] = []
         self._drafts: dict[int, list[int]] = {}
         self._awaited: dict[int, list[tuple[int, int] | None]] = {}
-        """Step -> sequences that it samples, with the position of the first new token; None: it needs no token any
-        more."""
+        """Step -> (sampled sequence, position of its first new token); None: no token is needed any more."""
 
     def bring(self, plan: StepPlan) -> StepPlan:
         with self._lock:

@@ -10,8 +10,7 @@ from quire.kv_cache.layout import KVCacheLayout, KVGroup
 
 
 def _with_drafts(layers: range) -> range:
-    """Layers of the last stage, which has a draft model's too."""
-    return range(layers.start, sys.maxsize)
+    return range(layers.start, sys.maxsize)  # a draft model's layers are behind the last stage's
 
 
 def pages_of(groups: Sequence[KVGroup], layers: range) -> list[int]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ElsewhereLayer:
-    """Stand-in for a layer of another stage, with only its cache spec (None: it keeps nothing)."""
+    """Stand-in for another stage's layer, with its cache spec (None: it keeps nothing)."""
 
     def __init__(self, spec: LayerSpec | None) -> None:
         self._spec = spec

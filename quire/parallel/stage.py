@@ -35,7 +35,7 @@ class Link(Protocol):
 
 
 class SharedMemoryLink:
-    """Link between processes of one host, over LinkFiles' memory."""
+    """Link within one host, over LinkFiles' memory."""
 
     def __init__(self, files: LinkFiles) -> None:
         """Takes ownership of the descriptors."""
@@ -96,8 +96,8 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class Stage:
-    """Run of a model's layers on this rank, by number. count: stages of the model. incoming, outgoing: links from the
-    stage before and to the next (None: none)."""
+    """Run of a model's layers on this rank, by number. count: stages of the model. incoming, outgoing: links to its
+    neighbours (None: none)."""
 
     number: int = 0
     count: int = 1

@@ -146,7 +146,7 @@ class StepCompute(Protocol):
     samples: bool
     """True if the last layer and sampling are computed here."""
     tells_drafts: bool
-    """True if results have the drafts of all samples, which other pipeline stages verify too."""
+    """True if results have all samples' drafts, for other pipeline stages."""
 
     @property
     def columns(self) -> RequestColumns: ...
