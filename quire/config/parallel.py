@@ -119,8 +119,6 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
         reason = f"one process is one rank, and there are {count}: choose 'mp' or 'ray'"
     elif asked != "uni" and is_accelerated:
         reason = "ranks run on a CPU so far: choose device='cpu'"
-    elif asked == "external_launcher" and parallel.pp > 1:
-        reason = "an engine has all layers of its rank: choose 'mp' or 'ray', or tensor_parallel_size"
     elif asked == "external_launcher":
         reason = _why_not_launched(options)
     elif asked == "ray" and find_spec("ray") is None:
@@ -131,6 +129,8 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
 
 
 def _why_not_launched(options: EngineOptions) -> str | None:
+    if options.pipeline_parallel_size > 1 and (options.expert_counts or options.enable_eplb):
+        return "an engine counts the rows of its own stage's experts: leave expert_counts and enable_eplb out"
     for name, is_on in (("kv_offload_dir", options.kv_offload_dir is not None), ("enable_lora", options.enable_lora)):
         if is_on:
             return f"{name} moves data beside the steps, whose ends differ from rank to rank"

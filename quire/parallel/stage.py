@@ -13,13 +13,16 @@ import torch
 from quire.parallel.link_files import NUM_SLOTS, LinkFiles
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from quire.parallel.mesh import Place
     from quire.parallel.torch_dist import NetworkMeeting
 
 SlotT = TypeVar("SlotT")
 
 
 class Link(Protocol):
-    """One end of a link between neighbouring stages, which holds NUM_SLOTS tensors; they arrive in order."""
+    """One end of a link between stages, which holds NUM_SLOTS tensors; they arrive in order."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor, once fewer than NUM_SLOTS are under way."""
@@ -92,6 +95,19 @@ class NetworkLink:
 
     def release(self) -> None:
         """Do nothing: a received tensor has memory of its own."""
+
+
+def network_links(
+    meeting: Callable[[str], NetworkMeeting], place: Place, num_stages: int
+) -> tuple[Link | None, Link | None]:
+    """Links of a rank from the stage before and to the next. meeting: of a link, by name."""
+
+    def link(sender: int, *, sends: bool) -> Link:
+        return NetworkLink(meeting(f"link {sender} {place.pcp} {place.tp}"), sends=sends)
+
+    # The first stage's links come first: each stage waits for the one before it.
+    before = link(place.pp - 1, sends=False) if place.pp > 0 else None
+    return before, link(place.pp, sends=True) if place.pp + 1 < num_stages else None
 
 
 @dataclass(frozen=True)
