@@ -100,7 +100,7 @@ class NetworkLink:
 def network_links(
     meeting: Callable[[str], NetworkMeeting], place: Place, num_stages: int
 ) -> tuple[Link | None, Link | None]:
-    """Links of a rank from the stage before and to the next. meeting: of a link, by name."""
+    """Links of a rank from the stage before and to the next. meeting: name -> meeting of a link."""
 
     def link(sender: int, *, sends: bool) -> Link:
         return NetworkLink(meeting(f"link {sender} {place.pcp} {place.tp}"), sends=sends)
