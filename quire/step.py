@@ -29,6 +29,7 @@ connector's longer transfers end when a result reports them; until then no plan 
 
 from __future__ import annotations
 
+from operator import add, sub
 from typing import TypeAlias
 
 import msgspec
@@ -204,13 +205,20 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     masked_samples: list[int] = []
     """Indices into `sample_seq_ids`, ascending, of samples that need a mask. Empty: no SamplingInputs follow."""
-    sampled: list[tuple[int, int]] = []
-    """(seq_id, token): rows' last tokens, sampled on a pipeline's last stage. The executor adds them for the other
-    stages."""
+    sampled: list[tuple[int, int, list[int]]] = []
+    """(seq_id, position, tokens): rows' last tokens, sampled on a pipeline's last stage. The executor adds them, and
+    all drafts, for the other stages."""
 
     @property
     def masked_seq_ids(self) -> set[int]:
         return {self.sample_seq_ids[index] for index in self.masked_samples}
+
+    @property
+    def sampled_positions(self) -> list[int]:
+        """Position of each sample's first new token."""
+        ends = map(add, self.start_positions, self.num_tokens)
+        firsts = list(map(sub, ends, self.num_drafts) if self.num_drafts else ends)
+        return [firsts[source] for source in self.sample_from]
 
     @property
     def total_tokens(self) -> int:

@@ -41,12 +41,25 @@ PROMPTS = [
     f"# {'Read the file and count its lines. ' * 8}\ndef read_{number}(path):\n    " for number in range(NUM_STREAMS)
 ]
 """Long enough to be dealt to ranks."""
+EXPERTS = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+BALANCE = {"num_redundant_experts": 2, "window_size": 8, "step_interval": 16}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2}
 LAYOUTS: dict[str, list[str]] = {
     "tp": ["-tp", "2"],
     "pp": ["-pp", "2"],
     "dcp": ["-tp", "2", "-dcp", "2", "--load-format", "dummy", "--hf-overrides", '{"num_key_value_heads": 1}'],
     "pcp": ["-pcp", "2"],
     "tp, pp": ["-tp", "2", "-pp", "2"],
+    "pp, drafts": ["-pp", "2", "--speculative-config", json.dumps(DRAFTS)],
+    "ep": [
+        *("-tp", "2", "-ep", "--load-format", "dummy", "--hf-overrides", json.dumps(EXPERTS)),
+        *("--enable-eplb", "--eplb-config", json.dumps(BALANCE)),
+    ],
 }
 OPTIONS = ["--port", "0", "--threads", "1", "--num-blocks-override", "64", "--hung-engine-timeout", "6"]
 

@@ -217,7 +217,7 @@ def _question(namespace: argparse.Namespace) -> str:
     if namespace.dcp > 1 and question == "sweep":
         raise UserError("--sweep tries what a context can be shared by: leave --dcp out", param="dcp")
     if namespace.pcp > 1 and question == "sweep":
-        raise UserError("--sweep compares rates, which shared prompts do not raise: leave --pcp out", param="pcp")
+        raise UserError("--sweep tries what prompts can be shared by: leave --pcp out", param="pcp")
     if namespace.slo is None and namespace.slo_percentile != SLO_PERCENTILE:
         raise UserError("--slo-percentile needs objectives: --slo ttft=1s,tpot=50ms", param="slo_percentile")
     if question == "find_rate" and namespace.slo is None:

@@ -99,16 +99,26 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
     results = sweep_module.sweep(scenario, candidates, num_processes=namespace.processes)
     front = sweep_module.pareto_front([point for result in results for point in result.points])
     table = Table(title=f"{_devices_title(scenario)}: layouts of {num_devices} devices", title_justify="left")
-    columns = ["layout", "sent a token", "most tokens/s/GPU", "at TPOT ms", "best 1/TPOT", "on the front"]
+    columns = [
+        "layout",
+        "sent a token",
+        "and a prompt's",
+        "most tokens/s/GPU",
+        "at TPOT ms",
+        "best 1/TPOT",
+        "on the front",
+    ]
     if scenario.objectives:
         columns += ["requests/s that hold", "each GPU"]
     for column in columns:
         table.add_column(column, justify="left" if column == "layout" else "right")
     for result in results:
         best = max(result.points, key=lambda point: point.tokens_per_device)
+        *sampled, prompt = _exchange(scenario, result.layout)
         row = [
             str(result.layout),
-            format_bytes(sum(_exchange(scenario, result.layout)[:2])),
+            format_bytes(sum(sampled)),
+            format_bytes(prompt) if prompt else "",
             f"{best.tokens_per_device:,.0f}",
             f"{best.tpot * MILLISECONDS:,.1f}",
             f"{max(point.interactivity for point in result.points):,.1f}",

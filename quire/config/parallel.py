@@ -120,8 +120,6 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
         reason = f"one process is one rank, and there are {count}: choose 'mp' or 'ray'"
     elif asked != "uni" and is_accelerated:
         reason = "ranks run on a CPU so far: choose device='cpu'"
-    elif asked == "external_launcher" and parallel.pp > 1:
-        reason = "an engine has all layers of its rank: choose 'mp' or 'ray', or tensor_parallel_size"
     elif asked == "external_launcher":
         reason = _why_not_launched(options)
     elif asked == "ray" and find_spec("ray") is None:
@@ -132,6 +130,8 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
 
 
 def _why_not_launched(options: EngineOptions) -> str | None:
+    if options.pipeline_parallel_size > 1 and (options.expert_counts or options.enable_eplb):
+        return "an engine counts the rows of its own stage's experts: leave expert_counts and enable_eplb out"
     for name, is_on in (("kv_offload_dir", options.kv_offload_dir is not None), ("enable_lora", options.enable_lora)):
         if is_on:
             return f"{name} moves data beside the steps, whose ends differ from rank to rank"
@@ -269,9 +269,10 @@ def why_no_copies(redundant: int, num_experts: int, num_ranks: int) -> str | Non
 
 def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> None:
     """Raise ConfigError for features that pipeline stages do not compute yet."""
-    if speculation.max_drafts:
+    if speculation.has_layers and speculation.method != "draft_model":
         stages = f"pipeline_parallel_size={options.pipeline_parallel_size}"
-        raise ConfigError(f"{SPECULATION} does not go together with {stages} yet", param=SPECULATION)
+        message = f"{SPECULATION}.method {speculation.method!r} does not go together with {stages} yet"
+        raise ConfigError(message, param=SPECULATION)
 
 
 def check_prompts_dealt(

@@ -438,11 +438,6 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
             f"preemption_mode={options.preemption_mode!r} moves a KV cache, and {model.architecture} keeps none",
             param="preemption_mode",
         )
-    if options.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={options.pipeline_parallel_size} is not available for {model.architecture} yet",
-            param="pipeline_parallel_size",
-        )
 
 
 def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> CacheConfig:
@@ -557,9 +552,9 @@ def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -
     most = max(2, options.pipeline_parallel_size)
     if not 1 <= queue_depth <= most:
         raise ConfigError(f"queue_depth must be from 1 to {most}, not {queue_depth}", param="queue_depth")
-    longest_step = defaults.max_num_batched_tokens
+    longest_step, usual_chunk = defaults.max_num_batched_tokens, defaults.max_prefill_chunk
     if model.takes_whole_prompts:
-        longest_step = max(longest_step, model.max_model_len)
+        longest_step, usual_chunk = max(longest_step, model.max_model_len), None
     max_num_seqs, budget = batch_limits(options, defaults.max_num_seqs, longest_step)
     if max_num_seqs > MAX_NUM_SEQS:
         gib = max_num_seqs * model.shape.vocab * 4 / 2**30
@@ -573,7 +568,7 @@ def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -
             f"priority_seconds must be in (0, {MAX_PRIORITY_SECONDS:g}], not {options.priority_seconds}",
             param="priority_seconds",
         )
-    chunk = defaults.max_prefill_chunk if options.max_prefill_chunk is None else options.max_prefill_chunk
+    chunk = usual_chunk if options.max_prefill_chunk is None else options.max_prefill_chunk
     return SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,

@@ -14,21 +14,24 @@ from quire import envs
 from quire.clock import Clock, SystemClock
 from quire.config.device import BETWEEN_HOSTS
 from quire.config.engine import EngineConfig
+from quire.config.parallel import RANK_SIZES
 from quire.errors import ConfigError, QuireError
 from quire.executors.interface import StepFuture
 from quire.executors.local import LocalExecutor
-from quire.executors.ranked import alike, reduce_profiles, slowest
+from quire.executors.ranked import SampledTokens, alike, reduce_profiles, slowest
 from quire.executors.wire import decode, encode
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.parallel.choice import join_group
 from quire.parallel.hosts import own_address, shared_memory
 from quire.parallel.interface import ProcessGroup
-from quire.parallel.mesh import Mesh
+from quire.parallel.mesh import Mesh, Place
 from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL, Stage, network_links
 from quire.parallel.torch_dist import LOOPBACK, NetworkMeeting
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import StepPlan
+from quire.step import StepPlan, StepResult
+from quire.worker.pending_step import PendingStep
 from quire.worker.platform.choice import make_platform
 
 OPTION = "distributed_executor_backend"
@@ -64,10 +67,15 @@ class LaunchedRank(LocalExecutor):
     def __init__(self, config: EngineConfig) -> None:
         """Return when all ranks have met. Raises ConfigError if the launcher started another number of processes than
         there are ranks."""
-        layers, prompts, self._agreement = _join(config)
-        super().__init__(config, make_platform(config, layers, sharing=prompts))
+        layers, prompts, self._agreement, stage = _join(config)
+        super().__init__(config, make_platform(config, layers, stage, prompts))
         self.agreed_clock = AgreedClock(self._agreement, SystemClock())
         self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(StepResult).decode
+        self._num_stages = stage.count
+        self._sampler = Mesh(config.parallel).rank(Place(0, stage.count - 1, 0))
+        self._sampled = SampledTokens()
+        self._last: PendingStep | None = None
 
     def load_model(self) -> list[LayerSpec]:
         return alike(self._gather(super().load_model()))
@@ -83,7 +91,26 @@ class LaunchedRank(LocalExecutor):
 
     def execute(self, plan: StepPlan) -> StepFuture:
         self.agreed_clock.note(self._encode(plan))
-        return super().execute(plan)
+        if self._num_stages == 1:
+            return super().execute(plan)
+        own = super().execute(self._sampled.bring(plan))
+        self._last = PendingStep(plan.step_id, lambda: self._of_last_stage(own.result()), self._last)
+        return self._last
+
+    def sleep(self, level: int) -> None:
+        self._sampled, self._last = SampledTokens(), None  # the ranks forget all sequences
+        super().sleep(level)
+
+    def _of_last_stage(self, own: StepResult) -> StepResult:
+        # Engines ask for results in one order, on the thread of the other agreements.
+        group, source = self._agreement, self._sampler
+        message = torch.frombuffer(bytearray(self._encode(own)), dtype=torch.uint8)
+        size = int(group.broadcast(torch.tensor([len(message)]), source))
+        if group.rank != source:
+            message = torch.zeros(size, dtype=torch.uint8)
+        result = self._decode(group.broadcast(message, source).numpy().tobytes())
+        self._sampled.take(result)
+        return result
 
     def _gather(self, value: Any) -> list[Any]:
         data = encode(value)
@@ -94,8 +121,8 @@ class LaunchedRank(LocalExecutor):
         return [decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup, ProcessGroup]:
-    """Groups for the layers' sums, for shared prompts and, on another thread, for agreements of the engines."""
+def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup, ProcessGroup, Stage]:
+    """Groups for layers' sums, shared prompts and, on another thread, agreements of engines; this rank's stage."""
     library: Any = torch.distributed
     try:
         store, rank, size = next(library.rendezvous("env://"))
@@ -107,8 +134,8 @@ def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup, ProcessGrou
         ) from None
     if size != config.parallel.num_devices:
         raise ConfigError(
-            f"{OPTION}='external_launcher': the launcher has started {size} processes, and tensor_parallel_size times "
-            f"prefill_context_parallel_size is {config.parallel.num_devices}",
+            f"{OPTION}='external_launcher': the launcher has started {size} processes, and "
+            f"{' times '.join(RANK_SIZES)} is {config.parallel.num_devices}",
             param=OPTION,
         )
     number = store.add(f"quire: engines of rank {rank}", 1)  # a program may make several engines, one after the other
@@ -129,4 +156,8 @@ def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup, ProcessGrou
         layers = join_group(collectives, meeting(f"layers {place.pcp}"), place.tp, sizes.tp)
     if sizes.pcp > 1:
         prompts = join_group(collectives, meeting(f"prompts {place.tp}"), place.pcp, sizes.pcp)
-    return layers, prompts, join_group(BETWEEN_HOSTS, meeting("agreement"), rank, size)
+    stage = WHOLE_MODEL
+    if sizes.pp > 1:
+        numbers = config.model.shape.stages(sizes.pp)[place.pp]
+        stage = Stage(place.pp, sizes.pp, numbers, *network_links(meeting, place, sizes.pp))
+    return layers, prompts, join_group(BETWEEN_HOSTS, meeting("agreement"), rank, size), stage

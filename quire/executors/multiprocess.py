@@ -101,6 +101,7 @@ class RankProcesses(RankCalls):
             links.close()
             self._reader.start()
             self.call(JOIN, config)
+            self._directory.remove()  # all have met; a killed process could not do it later
         except BaseException:
             links.close()
             self.close()

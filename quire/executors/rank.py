@@ -224,20 +224,13 @@ class Rank:
 
 
 def _links(ends: RankEnds, place: Place, sizes: ParallelConfig) -> tuple[Link | None, Link | None]:
-    from quire.parallel.stage import NetworkLink, SharedMemoryLink
+    from quire.parallel.stage import SharedMemoryLink, network_links
 
-    network = ends.network
-    if network is None:
-        files = ends.incoming, ends.outgoing
-        incoming, outgoing = (None if each is None else SharedMemoryLink(each) for each in files)
-        return incoming, outgoing
-
-    def link(sender: int, *, sends: bool) -> Link:
-        return NetworkLink(network.of(f"link {sender} {place.tp}"), sends=sends)
-
-    # The first stage's links come first: each stage waits for the one before it.
-    before = link(place.pp - 1, sends=False) if place.pp > 0 else None
-    return before, link(place.pp, sends=True) if place.pp + 1 < sizes.pp else None
+    if ends.network is not None:
+        return network_links(ends.network.of, place, sizes.pp)
+    files = ends.incoming, ends.outgoing
+    incoming, outgoing = (None if each is None else SharedMemoryLink(each) for each in files)
+    return incoming, outgoing
 
 
 class Answers:

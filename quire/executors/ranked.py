@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -21,24 +22,30 @@ from quire.step import BlockKey, SamplingInputs, StepPlan, StepResult, StoreRepo
 
 
 class SampledTokens:
-    """Tokens that the last stage of a pipeline has sampled and the others do not have yet."""
+    """Tokens and drafts of a pipeline's last stage that the others do not have yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         """Guards the results, which come on another thread than plans."""
-        self._known: list[tuple[int, int]] = []
-        self._awaited: dict[int, list[int | None]] = {}
-        """Step -> sequences that it samples; None: it needs no token any more."""
+        self._known: list[tuple[int, int, list[int]]] = []
+        self._drafts: dict[int, list[int]] = {}
+        self._awaited: dict[int, list[tuple[int, int] | None]] = {}
+        """Step -> (sampled sequence, position of its first new token); None: no token is needed any more."""
 
     def bring(self, plan: StepPlan) -> StepPlan:
         with self._lock:
             known, self._known = self._known, []
             if plan.released:
                 released = set(plan.released)
-                for seq_ids in self._awaited.values():
-                    seq_ids[:] = [None if seq_id in released else seq_id for seq_id in seq_ids]
-            self._awaited[plan.step_id] = list(plan.sample_seq_ids)
-        return msgspec.structs.replace(plan, sampled=known) if known else plan
+                for seq_id in released:
+                    self._drafts.pop(seq_id, None)
+                for samples in self._awaited.values():
+                    samples[:] = [None if sample is None or sample[0] in released else sample for sample in samples]
+            self._awaited[plan.step_id] = list(zip(plan.sample_seq_ids, plan.sampled_positions, strict=True))
+            # Every stage must compute the same number of drafts, so none looks for its own.
+            planned = compress(plan.seq_ids, plan.num_drafts)
+            drafts = {seq_id: self._drafts.get(seq_id, []) for seq_id in planned} | plan.drafts
+        return msgspec.structs.replace(plan, sampled=known, drafts=drafts) if known or drafts else plan
 
     def discard(self, inputs: SamplingInputs) -> None:
         with self._lock:
@@ -47,9 +54,11 @@ class SampledTokens:
 
     def take(self, result: StepResult) -> None:
         with self._lock:
-            for seq_id, token_ids in zip(self._awaited.pop(result.step_id), result.token_ids, strict=True):
-                if seq_id is not None and token_ids:
-                    self._known.append((seq_id, token_ids[-1]))
+            for index, sample in enumerate(self._awaited.pop(result.step_id)):
+                if sample is not None and result.token_ids[index]:
+                    seq_id, position = sample
+                    self._known.append((seq_id, position, result.token_ids[index]))
+                    self._drafts[seq_id] = result.draft_token_ids.get(index, [])
 
 
 class RankedExecutor:

@@ -14,6 +14,7 @@ from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.models.encoder import Encoder, UncachedLayer, encoder_attention
 from quire.models.head import HeadLinear
+from quire.models.staged import make_layers
 
 PADDING_INDEX = 1
 """RoBERTa's padding index; positions begin after it."""
@@ -80,7 +81,7 @@ class BertModel(Encoder):
         fields, size, whole = model_fields(config), config.hidden_size, context.replicated()
         if fields.text("position_embedding_type", "absolute") != "absolute":
             raise fields.error("position_embedding_type is supported as 'absolute' only")
-        layers = [BertLayer(config, context, layer) for layer in range(config.num_layers)]
+        layers = make_layers(config, context, lambda layer: BertLayer(config, context, layer))
         super().__init__(config, context, layers, f"{prefix}.encoder.layer", head)
         num_positions, num_types = fields.integer("max_position_embeddings"), fields.integer("type_vocab_size", 2)
         self._types = Embedding(num_types, size, context.positions, whole)
@@ -89,9 +90,10 @@ class BertModel(Encoder):
         self._first_position = first_position
         self.num_token_types = num_types
         tables = {"word": self._tokens, "token_type": self._types, "position": self._positions}
+        slots = prefixed(f"{prefix}.embeddings.LayerNorm", self._input_norm.slots())
         for name, table in tables.items():
-            self.slots |= prefixed(f"{prefix}.embeddings.{name}_embeddings", table.slots())
-        self.slots |= prefixed(f"{prefix}.embeddings.LayerNorm", self._input_norm.slots())
+            slots |= prefixed(f"{prefix}.embeddings.{name}_embeddings", table.slots())
+        self.slots |= self._stage.at_entrance(slots)
 
     def enter(self, x: Value, batch: ForwardBatch) -> Value:
         x = self._types(batch.columns["segments"], onto=x)

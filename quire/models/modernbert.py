@@ -19,6 +19,7 @@ from quire.layers.norm import LayerNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.encoder import Encoder, UncachedLayer, encoder_attention
 from quire.models.head import HeadLinear
+from quire.models.staged import make_layers
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -87,9 +88,9 @@ class ModernBertModel(Encoder):
     def __init__(self, config: ModelConfig, context: LayerContext, head: PredictionHead | None = None) -> None:
         fields, size = model_fields(config), config.hidden_size
         sliding = _sliding_layers(fields, config.num_layers)
-        layers = [
-            ModernBertLayer(config, context, layer, is_sliding=is_sliding) for layer, is_sliding in enumerate(sliding)
-        ]
+        layers = make_layers(
+            config, context, lambda layer: ModernBertLayer(config, context, layer, is_sliding=sliding[layer])
+        )
         rotaries = {
             is_sliding: RotaryEmbedding(_rope(config, is_sliding=is_sliding), config.max_model_len, context)
             for is_sliding in sorted(set(sliding))
@@ -97,9 +98,9 @@ class ModernBertModel(Encoder):
         super().__init__(config, context, layers, "model.layers", head, [rotaries[each] for each in sliding])
         self._input_norm = make_norm(fields, size, context)
         self._norm = make_norm(fields, size, context)
-        self.slots |= prefixed("model.embeddings.tok_embeddings", self._tokens.slots())
-        self.slots |= prefixed("model.embeddings.norm", self._input_norm.slots())
-        self.slots |= prefixed("model.final_norm", self._norm.slots())
+        self.slots |= self._stage.at_entrance(prefixed("model.embeddings.tok_embeddings", self._tokens.slots()))
+        self.slots |= self._stage.at_entrance(prefixed("model.embeddings.norm", self._input_norm.slots()))
+        self.slots |= self._stage.at_exit(prefixed("model.final_norm", self._norm.slots()))
 
     def enter(self, x: Value, batch: ForwardBatch) -> Value:
         return self._input_norm(x)

@@ -206,13 +206,15 @@ class NativeModel:
             overlay.current = batch.overlay
         last, *tapped = program.results(num_rows, num_rows if rows is None else len(rows))
         result = ForwardResult(last, dict(zip(variant.taps, tapped, strict=True)))
+        hidden = () if batch.hidden is None else (cast("torch.Tensor", batch.hidden).contiguous(),)
         if isinstance(step, NativeEncoderStep):
-            return BoundRun(0, variant.adapts, program.bind(num_rows, tensors, step.encoder, read_rows=rows), result)
+            return BoundRun(
+                0, variant.adapts, program.bind(num_rows, tensors, step.encoder, hidden, rows), result, hidden
+            )
         planned = None
         if states is not None:
             assert isinstance(batch.states, StateStep), "a step of a model with states brings them"
             planned = states.set(batch.states)
-        hidden = () if batch.hidden is None else (cast("torch.Tensor", batch.hidden).contiguous(),)
         run = program.bind(num_rows, tensors, step.plans, hidden, rows, planned)
         bound = BoundRun(batch.version, variant.adapts, run, result, hidden)
         if batch.version and states is None and self._rule is None:  # else states or variant may change every step

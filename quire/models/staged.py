@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class ElsewhereLayer:
-    """Stand-in for a layer of another stage, with only its cache spec."""
+    """Stand-in for another stage's layer, with its cache spec (None: it keeps nothing)."""
 
-    def __init__(self, spec: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec | None) -> None:
         self._spec = spec
 
     def __call__(
@@ -33,6 +33,7 @@ class ElsewhereLayer:
         raise AssertionError("another stage computes this layer")
 
     def cache_spec(self) -> LayerSpec:
+        assert self._spec is not None, "a layer of an encoder keeps nothing"
         return self._spec
 
     def slots(self) -> WeightSlots:
@@ -46,8 +47,11 @@ def make_layers(
     stage = context.stage
     if stage.count == 1:
         return [make_layer(number) for number in range(config.num_layers)]
-    specs = enumerate(layer_specs(config, context.group.size, context.dealt_to))
-    return [make_layer(number) if number in stage.layers else ElsewhereLayer(spec) for number, spec in specs]
+    specs = dict(enumerate(layer_specs(config, context.group.size, context.dealt_to)))  # none of an encoder
+    return [
+        make_layer(number) if number in stage.layers else ElsewhereLayer(specs.get(number))
+        for number in range(config.num_layers)
+    ]
 
 
 class StagedModel:

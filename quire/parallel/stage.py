@@ -13,13 +13,16 @@ import torch
 from quire.parallel.link_files import NUM_SLOTS, LinkFiles
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from quire.parallel.mesh import Place
     from quire.parallel.torch_dist import NetworkMeeting
 
 SlotT = TypeVar("SlotT")
 
 
 class Link(Protocol):
-    """One end of a link between neighbouring stages, which holds NUM_SLOTS tensors; they arrive in order."""
+    """One end of a link between stages, which holds NUM_SLOTS tensors; they arrive in order."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor, once fewer than NUM_SLOTS are under way."""
@@ -35,7 +38,7 @@ class Link(Protocol):
 
 
 class SharedMemoryLink:
-    """Link between processes of one host, over LinkFiles' memory."""
+    """Link within one host, over LinkFiles' memory."""
 
     def __init__(self, files: LinkFiles) -> None:
         """Takes ownership of the descriptors."""
@@ -94,10 +97,23 @@ class NetworkLink:
         """Do nothing: a received tensor has memory of its own."""
 
 
+def network_links(
+    meeting: Callable[[str], NetworkMeeting], place: Place, num_stages: int
+) -> tuple[Link | None, Link | None]:
+    """Links of a rank from the stage before and to the next. meeting: name -> meeting of a link."""
+
+    def link(sender: int, *, sends: bool) -> Link:
+        return NetworkLink(meeting(f"link {sender} {place.pcp} {place.tp}"), sends=sends)
+
+    # The first stage's links come first: each stage waits for the one before it.
+    before = link(place.pp - 1, sends=False) if place.pp > 0 else None
+    return before, link(place.pp, sends=True) if place.pp + 1 < num_stages else None
+
+
 @dataclass(frozen=True)
 class Stage:
-    """Run of a model's layers on this rank, by number. count: stages of the model. incoming, outgoing: links from the
-    stage before and to the next (None: none)."""
+    """Run of a model's layers on this rank, by number. count: stages of the model. incoming, outgoing: links to its
+    neighbours (None: none)."""
 
     number: int = 0
     count: int = 1

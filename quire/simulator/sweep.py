@@ -64,8 +64,8 @@ class SweepResult:
 
 
 def layouts(scenario: Scenario, num_devices: int) -> list[ParallelConfig]:
-    """Layouts of exactly `num_devices` devices in which the model fits: tensor parallelism in powers of two, at most
-    MAX_STAGES stages, experts in each replica or spread over all devices, a context on one device or dealt to several.
+    """Layouts of exactly `num_devices` devices in which the model fits: tensor parallelism and shared prompts in powers
+    of two, at most MAX_STAGES stages, experts shared, whole or spread over all replicas, contexts whole or dealt.
     Raises UserError, with the last one's reason, without any."""
     if num_devices < 1:
         raise UserError(f"a sweep needs at least 1 device, not {num_devices}", param="gpus")
@@ -160,16 +160,17 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
 
 
 def _candidates(num_devices: int, *, has_experts: bool) -> Iterator[ParallelConfig]:
-    tp = 1
-    while tp <= num_devices:
-        for pp in range(1, MAX_STAGES + 1):
-            if num_devices % (tp * pp) == 0:
-                layout = ParallelConfig(tp=tp, pp=pp, dp=num_devices // (tp * pp))
-                yield layout
-                yield from (replace(layout, dcp=2**power) for power in range(1, tp.bit_length()))
-                if has_experts and pp == 1 and layout.dp > 1:
-                    yield replace(layout, ep=num_devices)
-        tp *= 2
+    powers = [2**power for power in range(num_devices.bit_length())]
+    for tp, pp, pcp in itertools.product(powers, range(1, MAX_STAGES + 1), powers):
+        if num_devices % (tp * pp * pcp):
+            continue
+        layout = ParallelConfig(tp=tp, pp=pp, dp=num_devices // (tp * pp * pcp), pcp=pcp)
+        yield layout
+        yield from (replace(layout, dcp=2**power) for power in range(1, tp.bit_length()))
+        if has_experts and layout.dp == 1 and tp > 1:
+            yield replace(layout, ep=tp)
+        if has_experts and layout.dp > 1 and pp == pcp == 1:
+            yield replace(layout, ep=num_devices)
 
 
 def _cost(scenario: Scenario, layout: ParallelConfig) -> CostModel:

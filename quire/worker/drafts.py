@@ -36,8 +36,8 @@ class Placed(NamedTuple):
 
 class Accepted(NamedTuple):
     """Accepted drafts of N samples in result order. counts: tokens per sample (None: one each). found: drafts per
-    sample for its next step (None: none). token_ids: these drafts, [N, max drafts], in a step that expects masks (else
-    None)."""
+    sample for its next step (None: none). token_ids: these drafts, [N, max drafts], in a step that expects masks or
+    tells all (else None)."""
 
     counts: Deferred[list[int]] | None = None
     found: Deferred[list[int]] | None = None
@@ -168,10 +168,12 @@ def num_to_skip(num_fruitless: int) -> int:
     return max(0, STRIDE * min(MOST_STRIDES, num_fruitless // PATIENCE) - 1)
 
 
-def note_found(result: StepResult, plan: StepPlan, counts: Sequence[int], tokens: Sequence[list[int]]) -> None:
-    """Add the next step's drafts to a result. counts, tokens (if the step expects masks): for the samples not pooled,
-    as in Accepted."""
-    expected = set(plan.masked_samples)
+def note_found(
+    result: StepResult, plan: StepPlan, counts: Sequence[int], tokens: Sequence[list[int]], *, tells_all: bool
+) -> None:
+    """Add the next step's drafts to a result. counts, tokens: for the samples not pooled, as in Accepted. tells_all:
+    see StepCompute."""
+    expected = set(range(len(plan.sample_seq_ids)) if tells_all else plan.masked_samples)
     for place, (index, count) in enumerate(zip(generated_samples(plan), counts, strict=True)):
         if count:
             result.found_drafts[index] = count

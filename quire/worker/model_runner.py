@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 class Launched:
     """Started step. sampled: rows of `samples`. accepted: drafts to keep. pooled: vectors of pooling requests, [P,
     width]. copy: transfer of the tensors of `samples`, `accepted`, `pooled`, then `scores`; None: nothing was computed.
-    error: from sampling that awaited its inputs."""
+    tells_drafts: the result has all samples' drafts. error: from sampling that awaited its inputs."""
 
     plan: StepPlan
     samples: Samples | None = None
@@ -43,6 +43,7 @@ class Launched:
     pooled: Deferred[np.ndarray] | None = None
     scores: Sequence[PromptScores] = ()
     copy: PendingCopy | None = None
+    tells_drafts: bool = False
     error: BaseException | None = None
 
     def collect(self) -> StepResult:
@@ -73,7 +74,8 @@ class Launched:
                 nonfinite = add_accepted(result, found, self.sampled.firsts.tolist(), accepted.counts.read(hosts))
             if accepted.found is not None:
                 counts = accepted.found.read(hosts)
-                note_found(result, plan, counts, () if accepted.token_ids is None else accepted.token_ids.read(hosts))
+                tokens = () if accepted.token_ids is None else accepted.token_ids.read(hosts)
+                note_found(result, plan, counts, tokens, tells_all=self.tells_drafts)
         if self.pooled is not None:
             nonfinite = add_pooled(result, plan, self.pooled.read(hosts), nonfinite)
         nonfinite_prompts = []
@@ -196,6 +198,7 @@ class ModelRunner:
             launched.samples, launched.sampled = step.sample(hidden, sampled, masks), sampled
         if self._compute.has_drafts:
             launched.accepted = step.accept(hidden, launched.samples, sampled, self._requests)
+            launched.tells_drafts = self._compute.tells_drafts
         launched.pooled = None if pooled is None else step.pool(hidden, pooled)
         launched.scores = self._prompt_scorer.score(hidden, batch)
         launched.copy = self._compute.copy_out(_tensors(launched))

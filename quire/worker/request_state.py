@@ -97,8 +97,9 @@ class RequestState:
 
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes, forks included."""
-        for seq_id, token_id in plan.sampled:
-            self.columns.write_tokens(self._row_of[seq_id], self.lengths[seq_id] - 1, [token_id])
+        for seq_id, position, token_ids in plan.sampled:
+            self.columns.write_tokens(self._row_of[seq_id], position, token_ids)
+            self.lengths[seq_id] = position + len(token_ids)
         for seq_id in plan.released:
             self.release(seq_id)
         for seq_id, kept in plan.trimmed_tables.items():
@@ -123,7 +124,7 @@ class RequestState:
             row = self._row_of[seq_id]
             self.columns.write_blocks(row, group, *self.tables.replace(row, group, logical_index, block_id))
         if plan.forks:
-            sampled_at = sampled_positions(plan)
+            sampled_at = dict(zip(plan.sample_seq_ids, plan.sampled_positions, strict=True))
             for fork in plan.forks:
                 self._copy_parent(fork, sampled_at)
 
@@ -158,9 +159,3 @@ class RequestState:
     def _set_tokens(self, seq_id: int, row: int, token_ids: Sequence[int]) -> None:
         self.lengths[seq_id] = len(token_ids)
         self.columns.write_tokens(row, 0, token_ids)
-
-
-def sampled_positions(plan: StepPlan) -> dict[int, int]:
-    """Sequence -> position of the token that this plan samples. Forks start there."""
-    ends = (plan.start_positions[index] + plan.num_tokens[index] for index in plan.sample_from)
-    return dict(zip(plan.sample_seq_ids, ends, strict=True))

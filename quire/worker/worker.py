@@ -13,7 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.errors import QuireError, is_interrupt
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
-from quire.kv_cache.spec import LayerSpec
+from quire.kv_cache.spec import LayerSpec, layer_specs
 from quire.kv_cache.stage_layout import layout_of_stage
 from quire.models.interface import CausalLM
 from quire.sampling.parameters import SamplingRows
@@ -99,8 +99,12 @@ class Worker:
         if images is not None:
             self._overlays = self._images = images
         self._model = model  # last: a call that failed is made anew
-        draft, specs = self.platform.draft_model, model.cache_specs()
-        return specs if draft is None else [*specs, *draft.model.cache_specs()]
+        draft, chosen = self.platform.draft_model, self._config.speculation.draft_model
+        if draft is not None:
+            return [*model.cache_specs(), *draft.model.cache_specs()]
+        if chosen is None or chosen.model is None:
+            return model.cache_specs()
+        return [*model.cache_specs(), *layer_specs(chosen.model, chosen.num_ranks or 1)]  # the last stage has it
 
     @_computes
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
@@ -138,7 +142,7 @@ class Worker:
         config, model, num_rows = self._config, self._config.model, self._config.scheduler.max_num_seqs
         stage = self.platform.stage
         if stage.count > 1:
-            layout = layout_of_stage(layout, stage.layers)
+            layout = layout_of_stage(layout, stage.layers, is_last=stage.is_last)
         pages = self.platform.allocate_pages(layout)
         if layout.num_host_blocks:
             self._host_pool = self.platform.allocate_host_pool(layout)

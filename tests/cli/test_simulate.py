@@ -82,7 +82,10 @@ def test_a_sweep(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         model, "--workload", "alpaca", "--num-requests", "8", "--sweep", "--gpus", "2", "--slo", "ttft=1ms",
         "--plot", str(tmp_path), file=tmp_path / "out.json",
     )  # fmt: skip
-    assert [each["layout"]["tp"] for each in written["layouts"]] == [1, 1, 2]
+    found = [tuple(each["layout"][name] for name in ("tp", "pp", "dp", "pcp")) for each in written["layouts"]]
+    assert found == [(1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 1, 1), (2, 1, 1, 1)]
+    sent = [each["exchanged_bytes_per_token"] for each in written["layouts"]]
+    assert [[name for name, size in each.items() if size] for each in sent] == [[], ["prompt"], ["between"], ["within"]]
     assert all(each["rate"] > 0 for each in written["layouts"])
     assert any(point["on_front"] for each in written["layouts"] for point in each["points"])
     assert "tp=2 pp=1 dp=1" in capsys.readouterr().out
@@ -144,6 +147,7 @@ def test_layout_and_router_change_what_comes_out(model: str, tmp_path: Path) -> 
         (["--workload", "alpaca", "--find-rate", "--num-requests", "5", "--rate", "inf", "--slo", "ttft=1s"], "finite"),
         (["--workload", "alpaca", "--sweep", "--gpus", "0"], "at least 1 device"),
         (["--workload", "alpaca", "--sweep", "--ep", "2", "--dp", "2"], "leave --ep out"),
+        (["--workload", "alpaca", "--sweep", "--pcp", "2"], "leave --pcp out"),
         (["--workload", "alpaca", "--sweep", "--duration", "1e-6"], "no request arrives"),
         (["--workload", "alpaca", "--rate", "1", "--max-model-len", "4097"], "exceeds the 4096 positions"),
         (["--workload", "alpaca", "--rate", "1", "--kv-cache-dtype", "int4"], "kv_cache_dtype must be one of"),

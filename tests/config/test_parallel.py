@@ -11,9 +11,10 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.config.load import ExpertBalance
 from quire.config.options import EngineOptions
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel import ParallelConfig, check_stages_fit
 from quire.config.resolve import STAGED_CHUNK, STAGED_TOKENS, resolve
 from quire.config.speculation import OPTION as SPECULATION
+from quire.config.speculation import SpeculationConfig
 from quire.errors import ConfigError
 
 
@@ -166,7 +167,6 @@ def test_key_and_value_heads_are_shared_out_or_repeated(model: str) -> None:
         ({"pipeline_parallel_size": 65}, "pipeline_parallel_size", "must be at most 64, not 65"),
         ({"pipeline_parallel_size": 9}, "pipeline_parallel_size", "=9 is more than the model's 2 layers"),
         ({"queue_depth": 3}, "queue_depth", "must be from 1 to 2, not 3"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, SPECULATION, "=2 yet"),
     ],
     ids=str,
 )
@@ -192,3 +192,8 @@ def test_stages(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.device.num_threads == 3
     assert resolved(model, pipeline_parallel_size=2, tensor_parallel_size=2).device.num_threads == 1
     assert resolved(model, pipeline_parallel_size=2, queue_depth=1).scheduler.queue_depth == 1
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    assert resolved(model, pipeline_parallel_size=2, speculative_config=drafts).speculation.max_drafts == 3
+    with pytest.raises(ConfigError, match="'mtp' does not go together with pipeline_parallel_size=2 yet") as caught:
+        check_stages_fit(EngineOptions(pipeline_parallel_size=2), SpeculationConfig(3, method="mtp"))
+    assert caught.value.param == SPECULATION

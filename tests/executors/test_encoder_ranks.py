@@ -1,10 +1,11 @@
-"""Encoders that two ranks share: vectors and logits of one rank."""
+"""Encoders that two ranks or stages share: vectors and logits of one rank."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import BertConfig, BertForSequenceClassification, ModernBertConfig, ModernBertModel, PreTrainedModel
 
 from quire.executors.local import LocalExecutor
@@ -24,8 +25,10 @@ MODELS: dict[str, tuple[type[PreTrainedModel], object]] = {
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("name", MODELS)
-def test_vectors_of_two_ranks(name: str, tmp_path: Path) -> None:
+def test_vectors_of_two_ranks(name: str, size: str, tmp_path: Path) -> None:
+    """Stages have the bits of one rank."""
     made, settings = MODELS[name]
     path = save_encoder(randomize(made(settings)), tmp_path, None if name == "bert" else "mean_tokens")
     options = {"num_blocks_override": None, "max_num_batched_tokens": 256}
@@ -33,9 +36,12 @@ def test_vectors_of_two_ranks(name: str, tmp_path: Path) -> None:
     client = CoreClient(config, LocalExecutor(config))
     expected = pool(client, PROMPTS, "alone")
     client.core.shutdown()
-    config = configured(path, **options, tensor_parallel_size=2)
-    client = CoreClient(config, RankedExecutor(RankProcesses(config)))
+    config = configured(path, **options, **{size: 2})
+    client = CoreClient(config, RankedExecutor(RankProcesses(config), config.parallel.pp))
     try:
-        assert_near(pool(client, PROMPTS, "together"), expected)
+        assert config.scheduler.max_prefill_chunk is None, "prompts are whole"
+        found = pool(client, PROMPTS, "together")
+        assert_near(found, expected)
+        assert config.parallel.tp == 2 or all(map(torch.equal, found, expected))
     finally:
         client.core.shutdown()

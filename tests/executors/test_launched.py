@@ -13,6 +13,7 @@ import pytest
 from quire import LLM
 from quire.clock import VirtualClock
 from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig, choose_executor
 from quire.config.resolve import resolve
 from quire.engine.process_client import ProcessClient
 from quire.errors import ConfigError, QuireError
@@ -42,7 +43,7 @@ def launch(model_path: Path, directory: Path, size: str, *arguments: int) -> lis
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [SIZE, "prefill_context_parallel_size"])
+@pytest.mark.parametrize("size", [SIZE, "prefill_context_parallel_size", "pipeline_parallel_size"])
 def test_two_engines_plan_the_same_steps(model_path: Path, tmp_path: Path, size: str) -> None:
     """With preemption and priorities that grow with time, while one rank is slow. Greedy tokens are those of one
     rank."""
@@ -97,9 +98,12 @@ def test_without_a_launcher(model_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
         LaunchedRank(resolve(EngineOptions(model=str(model_path), **LAUNCHED)))
-    for options in ({"kv_offload_dir": "/nowhere"}, {"enable_lora": True}, {"pipeline_parallel_size": 2}):
+    for options in ({"kv_offload_dir": "/nowhere"}, {"enable_lora": True}):
         with pytest.raises(ConfigError, match="'external_launcher' is not possible"):
             resolve(EngineOptions(model=str(model_path), **{**LAUNCHED, **options}))
+    counting = EngineOptions(pipeline_parallel_size=2, expert_counts=True, **LAUNCHED)
+    with pytest.raises(ConfigError, match="its own stage's experts"):
+        choose_executor(counting, ParallelConfig(2, 2), is_accelerated=False)
 
 
 @pytest.mark.long

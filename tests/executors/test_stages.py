@@ -23,6 +23,7 @@ from quire.executors.ranked import RankedExecutor, SampledTokens
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.step import SamplingInputs, StepPlan, StepResult
+from tests.e2e.draft_models import changed, noisy
 from tests.executors.test_multiprocess import NUM_BLOCKS, Reused, configured, everything, pool, run, sleep_and_wake
 from tests.fakes.masks import AllowedByPosition
 from tests.models.families import FAMILIES, qwen3
@@ -134,11 +135,12 @@ def random_requests(rng: random.Random) -> list[EngineRequest]:
     return made
 
 
-def outcome(core: EngineCore, seed: int) -> dict[tuple[str, int], list[Any]]:
+def outcome(core: EngineCore, seed: int) -> dict[tuple[str, int], tuple[list[Any], ...]]:
     """Tokens of all sequences, and what was told of them, of requests that come while others run. Some are aborted when
     they begin, and have no place here."""
     rng = random.Random(seed)
-    waiting, found = random_requests(rng), {}
+    waiting = random_requests(rng)
+    found: dict[tuple[str, int], tuple[list[Any], ...]] = {}
     aborted = {request.request_id for request in waiting if rng.random() < 0.15}
     while core.has_work or waiting:
         while waiting and (not core.has_work or rng.random() < 0.3):
@@ -147,10 +149,12 @@ def outcome(core: EngineCore, seed: int) -> dict[tuple[str, int], list[Any]]:
             if update.request_id in aborted:
                 core.handle(Abort(update.request_id))
                 continue
-            told = found.setdefault((update.request_id, update.index), [])
-            told += [*update.new_token_ids, *(update.logprobs or []), update.finish_reason]
+            told = found.setdefault((update.request_id, update.index), ([], [], []))
+            ends = [] if update.finish_reason is None else [update.finish_reason]
+            for known, new in zip(told, (update.new_token_ids, update.logprobs, ends), strict=True):
+                known += new or []
     core.scheduler.check()
-    return {place: [each for each in told if each is not None] for place, told in found.items()}
+    return found
 
 
 TWO_RANKS = {"tensor_parallel_size": 2}
@@ -159,6 +163,12 @@ SHARED = {"prefill_context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "three stages": ("qwen3", {}, {"pipeline_parallel_size": 3}),
     "two stages of two ranks": ("qwen3", TWO_RANKS, {**TWO_RANKS, "pipeline_parallel_size": 2}),
+    "three stages, drafts": ("qwen3", {}, {**DRAFTS, "pipeline_parallel_size": 3}),
+    "two stages of two ranks, drafts": ("qwen3", TWO_RANKS, {**TWO_RANKS, **DRAFTS, "pipeline_parallel_size": 2}),
+    "stages of shared prompts, drafts": ("qwen3", {}, {**DRAFTS, **SHARED, "pipeline_parallel_size": 2}),
+    "stages of unlike layers, drafts": ("qwen3-next", {}, {**DRAFTS, "pipeline_parallel_size": 2}),
+    "stages, drafts of a model": ("qwen3", {}, {"pipeline_parallel_size": 2}),
+    "stages of two ranks, drafts of a model": ("qwen3", TWO_RANKS, {**TWO_RANKS, "pipeline_parallel_size": 2}),
     "stages of shared prompts": ("qwen3", {}, {**SHARED, "pipeline_parallel_size": 2}),
     "shared prompts": ("qwen3", {}, SHARED),
     "shared latents": ("deepseek-v3.2", {}, SHARED),
@@ -184,7 +194,11 @@ def test_random_schedules(model_path: Path, tmp_path: Path, layout: str) -> None
     model, plain, dealt = LAYOUTS[layout]
     if model != "qwen3":
         model_path = save(randomize(FAMILIES[model]()), tmp_path)
+    if "of a model" in layout:
+        draft = changed(model_path, tmp_path / "draft", noisy)
+        dealt = {**dealt, "speculative_config": {"model": str(draft), "num_speculative_tokens": 3}}
     found: list[list[Any]] = []
+    num_accepted = 0
     for options in (plain, dealt):
         config = configured(model_path, **options)
         ranks = RankProcesses(config) if config.parallel.num_devices > 1 else None
@@ -194,11 +208,13 @@ def test_random_schedules(model_path: Path, tmp_path: Path, layout: str) -> None
             executor = LocalExecutor(own) if ranks is None else RankedExecutor(Reused(ranks), own.parallel.pp)
             core = make_core(own, executor)
             found[-1].append(outcome(core, seed))
+            num_accepted += core.stats().accepted_draft_tokens_total
             core.shutdown()
         if ranks is not None:
             ranks.close()
     for expected, dealt_found in zip(*found, strict=True):
         assert dealt_found == expected
+    assert bool(num_accepted) == ("drafts" in layout)
 
 
 @pytest.mark.long
@@ -284,7 +300,24 @@ def test_tokens_come_with_the_next_plan() -> None:
     assert tokens.bring(plan(2, [20], [11])).sampled == []
     tokens.discard(SamplingInputs(1, {}, [2]))
     tokens.take(StepResult(1, [[5], [6], [7], [], [8]]))
-    assert tokens.bring(plan(3, [10], [10])).sampled == [(10, 5), (14, 8)]
+    assert tokens.bring(plan(3, [10], [10])).sampled == [(10, 1, [5]), (14, 1, [8])]
     tokens.take(StepResult(2, [[9]]))
     tokens.take(StepResult(3, [[4]]))
-    assert tokens.bring(plan(4, [], [])).sampled == [(20, 9), (10, 4)]
+    assert tokens.bring(plan(4, [], [])).sampled == [(20, 1, [9]), (10, 1, [4])]
+
+
+def test_drafts_come_with_the_next_plan() -> None:
+    """Those that the last stage has made, behind all accepted tokens; none for a sequence that came anew meanwhile."""
+    tokens = SampledTokens()
+    tokens.bring(plan(1, [10, 11, 12], []))
+    tokens.take(StepResult(1, [[5], [6], [7]], draft_token_ids={0: [8, 9], 1: [3, 4]}))
+    asked = StepPlan(2, [10, 11, 12], [1, 1, 1], [3, 2, 2], [10, 11, 12], [0, 1, 2], num_drafts=[2, 1, 1])
+    asked.drafts = {12: [1]}
+    brought = tokens.bring(asked)
+    assert brought.drafts == {10: [8, 9], 11: [3, 4], 12: [1]}
+    assert asked.drafts == {12: [1]}
+    tokens.take(StepResult(2, [[8, 9, 2], [7], [1, 6]], draft_token_ids={0: [5], 1: [5], 2: [5]}))
+    again = StepPlan(3, [10, 11], [4, 2], [2, 2], [10, 11], [0, 1], num_drafts=[1, 1], released=[11])
+    brought = tokens.bring(again)
+    assert brought.sampled == [(10, 2, [8, 9, 2]), (11, 2, [7]), (12, 2, [1, 6])]
+    assert brought.drafts == {10: [5], 11: []}

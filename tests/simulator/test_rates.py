@@ -85,6 +85,7 @@ def test_layouts_are_all_that_the_model_allows() -> None:
     assert ParallelConfig(tp=1, pp=1, dp=8) in found
     assert ParallelConfig(tp=8, pp=1, dp=1) in found
     assert ParallelConfig(tp=2, pp=4, dp=1) in found
+    assert ParallelConfig(tp=2, pp=2, dp=1, pcp=2) in found
     assert all(layout.num_devices == 8 for layout in found)
     assert all(layout.pp <= 4 for layout in found), "the model has four layers"
     small = replace(scenario(), cost=make_cost(num_attention_heads=2, num_key_value_heads=2))
@@ -95,10 +96,11 @@ def test_experts_are_swept_in_each_replica_and_spread() -> None:
     mixture = {"model_type": "mixtral", "architectures": [], "num_local_experts": 8, "num_experts_per_tok": 2}
     case = replace(scenario(), cost=make_cost(**mixture))
     found = layouts(case, 4)
-    spread = {(layout.tp, layout.dp) for layout in found if layout.ep == 4}
+    spread = {(layout.tp, layout.dp) for layout in found if layout.ep == 4 != layout.tp}
     assert spread == {(1, 4), (2, 2)}
-    assert {layout.ep for layout in found} == {1, 4}
-    assert len(found) == len(set(found)) == len(layouts(scenario(), 4)) + 2
+    whole = {(layout.tp, layout.pp, layout.pcp) for layout in found if 1 < layout.ep == layout.tp and layout.dp == 1}
+    assert whole == {(2, 2, 1), (2, 1, 2), (4, 1, 1)}
+    assert len(found) == len(set(found)) == len(layouts(scenario(), 4)) + 5
     with pytest.raises(UserError, match="at least 1 device, not 0"):
         layouts(case, 0)
 

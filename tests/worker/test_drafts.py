@@ -52,7 +52,8 @@ def test_text_that_does_not_repeat_itself_is_looked_at_less_often() -> None:
 
     drafts = HostDrafts(2, 3, Counting(2, SpeculationConfig(3, 1, 2), PlainTexts, PlainCorpus), has_states=False)
     table, rows = np.arange(200, dtype=np.int32).reshape(2, 100), np.array([1])
-    compute: Any = SimpleNamespace(columns=SimpleNamespace(drafts=drafts, token_ids=table))
+    columns = SimpleNamespace(drafts=drafts, token_ids=table)
+    compute: Any = SimpleNamespace(columns=columns, tells_drafts=False)
     batch = InputBatch.of(rows, np.array([49]), np.array([1]))
     step, steps = CpuStep(compute, StepPlan(0, [1], [49], [1], [1], [0]), batch), [0]
     sampled = SampleRows(rows, np.array([50]), np.array([0]), np.array([5]), True, [1], [0])
@@ -104,9 +105,11 @@ def test_what_was_found_for_the_next_step() -> None:
     """The second of three samples is a vector, and the third has a constraint."""
     plan = StepPlan(0, [0, 1, 2], [0] * 3, [1] * 3, [0, 1, 2], [0, 1, 2], pooled=[1], masked_samples=[2])
     result = StepResult(0, [])
-    note_found(result, plan, [2, 1], [[4, 5], [6, 9]])
+    note_found(result, plan, [2, 1], [[4, 5], [6, 9]], tells_all=False)
     assert result.found_drafts == {0: 2, 2: 1}
     assert result.draft_token_ids == {2: [6]}
+    note_found(result, plan, [2, 1], [[4, 5], [6, 9]], tells_all=True)
+    assert result.draft_token_ids == {0: [4, 5], 2: [6]}
 
 
 def test_look_ups_without_a_result_become_rare() -> None:

@@ -8,6 +8,7 @@ import pytest
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.sampling.parameters import SamplingRows
 from quire.sampling_params import SamplingParams
+from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables, TableShape
 from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch, build_input_batch
@@ -52,6 +53,18 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
     assert not sampling.rows_with_prompt_logprobs
     assert not any(sampling.lists.spans(kind, np.arange(8))[1].any() for kind in range(4))
     assert {n: a.shape for n, a in vars(sampling).items() if isinstance(a, np.ndarray)} == shapes
+
+
+def test_tokens_of_another_stage() -> None:
+    """Two accepted drafts of three, and one token more; forced ones follow these."""
+    rows, columns = request_state(2, max_model_len=32)
+    row = rows.add_request(5, [1, 2, 3], 3, GREEDY)
+    rows.lengths[5] = 7
+    rows.update(StepPlan(1, [], [], [], [], [], sampled=[(5, 3, [4, 6, 8])], appended={5: [9]}))
+    assert columns.token_ids[row, :7].tolist() == [1, 2, 3, 4, 6, 8, 9]
+    assert rows.lengths[5] == 7
+    rows.update(StepPlan(2, [], [], [], [], [], sampled=[(5, 7, [1])], released=[5]))
+    assert 5 not in rows
 
 
 def test_the_token_table_is_not_touched_before_it_is_used() -> None:

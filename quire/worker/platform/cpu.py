@@ -41,6 +41,7 @@ from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.drafts import HostDrafts
+from quire.worker.finders import NO_FINDER
 from quire.worker.head_drafts import HeadDrafts
 from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
@@ -174,7 +175,7 @@ class CpuPlatform:
             extras=Extras(self.expert_counts, self.adapters, self.balancer),
             stage=self.stage,
         )
-        self.draft_model = self._load_draft_model(model)
+        self.draft_model = self._load_draft_model(model) if self.stage.is_last else None
         return model
 
     def _load_draft_model(self, model: CausalLM) -> DraftModel | None:
@@ -267,7 +268,7 @@ class CpuPlatform:
             shared or inputs,
             Sampler(sampling, self._make_sampling_kernels(sampling), self._config.logprobs_mode),
             has_head=self._config.model.has_pooling_head,
-            samples=self.stage.is_last,
+            pipeline=self.stage,
             shared=shared,
         )
 
@@ -300,6 +301,9 @@ class CpuPlatform:
         num_rows, speculation = self._config.scheduler.max_num_seqs, self._config.speculation
         if not speculation.max_drafts:
             return None
+        if not self.stage.is_last:  # the last one makes them, and plans bring them
+            has_states = bool(layout.state_groups)
+            return HostDrafts(num_rows, speculation.max_drafts, NO_FINDER, has_states=has_states)
         drafts = self._drafts_of_method(model, layout, pages, tables)
         if speculation.oracle is not None:
             size = self._config.model.vocab_size

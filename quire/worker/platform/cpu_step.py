@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from quire.config.adapters import ADAPTER_SLOTS
 from quire.models.interface import CausalLM
+from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.results import Deferred, Logprobs, Samples, ready
 from quire.sampling.sampler import Sampler
@@ -47,13 +48,13 @@ class CpuCompute:
         sampler: Sampler[np.ndarray],
         *,
         has_head: bool = False,
-        samples: bool = True,
+        pipeline: Stage = WHOLE_MODEL,
         shared: SharedInputs | None = None,
     ) -> None:
-        """inputs: gathered from `columns`. has_head: pooled samples go through `CausalLM.compute_logits`. samples: see
-        StepCompute. shared: `inputs`, where ranks share prompts."""
+        """inputs: gathered from `columns`. has_head: pooled samples go through `CausalLM.compute_logits`. pipeline:
+        this rank's stage. shared: `inputs`, where ranks share prompts."""
         self.shared = shared
-        self.samples = samples
+        self.samples, self.tells_drafts = pipeline.is_last, pipeline.count > 1
         self.columns = columns
         self.has_drafts = columns.drafts is not None
         self.writes_ahead = columns.drafts is not None and columns.drafts.writes_blocks
@@ -142,13 +143,13 @@ class CpuStep(NamedTuple):
             accepted = Accepted(ready(counts))
         if drafts.follows:
             drafts.follow(self.batch, self._lengths(requests), table)
-        needed = self.plan.masked_samples
-        if needed and self.plan.pooled:
+        needed: Sequence[int] = range(len(rows)) if self.compute.tells_drafts else self.plan.masked_samples
+        if self.plan.masked_samples and self.plan.pooled and not self.compute.tells_drafts:
             needed = [place for place, index in enumerate(generated_samples(self.plan)) if index in set(needed)]
         found = drafts.look_up(rows, last, table, needed)
         if found is None:
             return accepted
-        tokens = ready(drafts.tokens_of(rows)) if self.plan.masked_samples else None
+        tokens = ready(drafts.tokens_of(rows)) if len(needed) else None
         return accepted._replace(found=ready(found), token_ids=tokens)
 
     def _lengths(self, requests: RequestState) -> np.ndarray:

@@ -134,7 +134,7 @@ class DeviceCompute:
     ) -> None:
         """pages: device pool (None: no pool). has_head: pooled samples go through `CausalLM.compute_logits`."""
         self.prepare: Callable[[Launch], None] | None = None
-        self.samples = True
+        self.samples, self.tells_drafts = True, False
         self.has_drafts = columns.drafts is not None
         self.writes_ahead = columns.drafts is not None and columns.drafts.writes_blocks
         self.reads_all = columns.drafts is not None and columns.drafts.reads_all

@@ -145,6 +145,8 @@ class StepCompute(Protocol):
     """True if the hidden states of all tokens are read, for drafts."""
     samples: bool
     """True if the last layer and sampling are computed here."""
+    tells_drafts: bool
+    """True if results have all samples' drafts, for other pipeline stages."""
 
     @property
     def columns(self) -> RequestColumns: ...
