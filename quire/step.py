@@ -207,6 +207,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     sampled: list[tuple[int, int]] = []
     """(seq_id, token): rows' last tokens, sampled on a pipeline's last stage. The executor adds them for the other
     stages."""
+    is_dummy: bool = False
+    """Compute nothing but this engine's experts for a step of other replicas; everything else is empty."""
 
     @property
     def masked_seq_ids(self) -> set[int]:

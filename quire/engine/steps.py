@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Steps(Protocol):
+    """Count of an engine's steps. The n-th steps of all replicas that share experts (`are_common`) run together: one
+    that `is_behind` joins those of others, and none steps while all are idle."""
+
+    are_common: bool
+
+    @property
+    def is_behind(self) -> bool: ...
+
+    def count_step(self) -> None:
+        """Count a step that begins, and wake the replicas that have not begun it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class OwnSteps:
+    are_common = False
+    is_behind = False
+
+    def count_step(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OWN_STEPS: Steps = OwnSteps()
