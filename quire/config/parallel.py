@@ -262,7 +262,10 @@ def check_experts_shared(
         (options.prefill_context_parallel_size > 1, "prefill_context_parallel_size deals out a replica's own rows"),
         (options.enable_eplb, "enable_eplb moves experts among the ranks of one replica"),
         (options.enable_lora, "enable_lora: rows of other replicas come without their adapters"),
-        (speculation.has_layers or options.load_draft_head, f"{SPECULATION}: a model that makes drafts has other steps"),
+        (
+            speculation.has_layers or options.load_draft_head,
+            f"{SPECULATION}: a model that makes drafts has other steps",
+        ),
     )
     reason = next((reason for is_on, reason in refused if is_on), None)
     if reason is not None:

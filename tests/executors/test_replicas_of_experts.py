@@ -195,7 +195,7 @@ def test_random_requests_get_the_bits_of_one_engine(model_path: Path, layout: st
 
 def test_three_replicas_and_one_with_work(model_path: Path) -> None:
     """The rows of its requests are counted, and no others; all begin as many steps, and none while all are idle."""
-    config = configured(model_path, expert_counts=True)
+    config = configured(model_path, expert_counts=True, num_blocks_override=NUM_BLOCKS)
     core = EngineCore(config, make_executor(config), SystemClock(), masks=AllowedByPosition())
     expected, counts = everything(core), core._executor.expert_counts()
     core.shutdown()
