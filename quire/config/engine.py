@@ -42,7 +42,6 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     replicas: ReplicaSet | None = None
-    """Replicas with which this engine shares experts (None: none)."""
 
     def __post_init__(self) -> None:
         if self.logits_processors and self.model.pooling is not None:

@@ -79,8 +79,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ReplicaSet:
-    """Replicas that share experts. number: this one. memory, bells: paths of the memory that all map, and of pipes that
-    wake each replica's engine."""
+    """Replicas that share experts. memory: path of a file that all map. bells: paths of pipes that wake engines."""
 
     number: int
     memory: str
@@ -92,7 +91,6 @@ class ReplicaSet:
 
 
 def share_experts(options: EngineOptions) -> bool:
-    """True if replicas share experts."""
     return options.enable_expert_parallel and options.data_parallel_size > 1
 
 

@@ -24,7 +24,7 @@ from quire.engine.messages import (
 )
 from quire.engine.observer import CoreObserver
 from quire.engine.sleep import Pause, Sleep
-from quire.engine.steps import OWN_STEPS, Steps
+from quire.engine.steps import OWN_STEPS, StepCount
 from quire.errors import (
     ConfigError,
     EngineAsleepError,
@@ -75,7 +75,7 @@ class EngineCore:
         make_scheduler: SchedulerFactory = paged_scheduler,
         masks: MaskSource = NO_MASKS,
         observers: Sequence[CoreObserver] = (),
-        steps: Steps = OWN_STEPS,
+        steps: StepCount = OWN_STEPS,
     ) -> None:
         """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError. make_scheduler:
         another policy over the same pool, for comparisons (benchmarks/baselines/). masks: source of the masks of

@@ -472,7 +472,7 @@ class Fleet:
             return self._pass_on(parts) if parts else parts
 
     def _end_others(self, member: Member) -> None:
-        """End the engines that would wait for a dead member's part of their steps; all start again."""
+        """End engines that share experts with a dead one."""
         others: list[Member] = []
         with self._lock:
             if self._common is not None and self._death is None and member.generation == self._common.generation:

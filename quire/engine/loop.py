@@ -13,7 +13,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import ClientMessage, EngineOutputs
 from quire.engine.output_window import OutputWindow
 from quire.engine.step_log import StepLog
-from quire.engine.steps import OWN_STEPS, Steps
+from quire.engine.steps import OWN_STEPS, StepCount
 from quire.executors.interface import KeepsTime
 from quire.registry import load_target
 from quire.scheduler.interface import SchedulerFactory, paged_scheduler
@@ -25,7 +25,7 @@ def build_core(
     executor: str,
     make_scheduler: SchedulerFactory = paged_scheduler,
     config: EngineConfig | None = None,
-    steps: Steps = OWN_STEPS,
+    steps: StepCount = OWN_STEPS,
 ) -> EngineCore:
     """Build a core: resolve the options, load the model, size the cache. Raises ConfigError, ModelLoadError or
     InsufficientMemoryError. executor: `"module:attribute"`, imported here. make_scheduler: see EngineCore. config:

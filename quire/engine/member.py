@@ -109,9 +109,7 @@ class Member:
         """Number of engine deaths since the last token."""
         self.num_restarts = 0
         self.generation = 0
-        """Its engine's, of replicas that end and start together."""
         self.is_ended_with_others = False
-        """True: its engine was ended because another one of its generation has died."""
         self.stats: EngineStats | None = None
         """Last snapshot of the current engine."""
         self.stats_before: EngineStats | None = None

@@ -62,7 +62,6 @@ class Channel:
         self._steps: CommonSteps | None = None
 
     def watch(self, steps: CommonSteps) -> None:
-        """Let steps of other replicas end a `wait`."""
         self._steps = steps
         self._poller.register(steps.bell, zmq.POLLIN)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Steps(Protocol):
+class StepCount(Protocol):
     """Count of an engine's steps. The n-th steps of all replicas that share experts (`are_common`) run together: one
     that `is_behind` joins those of others, and none steps while all are idle."""
 
@@ -19,7 +19,7 @@ class Steps(Protocol):
     def close(self) -> None: ...
 
 
-class OwnSteps:
+class OwnStepCount:
     are_common = False
     is_behind = False
 
@@ -28,4 +28,4 @@ class OwnSteps:
     def close(self) -> None: ...
 
 
-OWN_STEPS: Steps = OwnSteps()
+OWN_STEPS: StepCount = OwnStepCount()

@@ -161,7 +161,6 @@ class MixtureOfExperts:
         return operations.add(residual, total)
 
     def record_experts(self, x: Value, routing: Value, residual: Value) -> Value:
-        """See ExchangedLayer."""
         return self._context.linear.apply_experts(self._weights, x, routing, residual)
 
     def slots(self, names: ExpertNames) -> WeightSlots:

@@ -327,7 +327,6 @@ def _packed_device_linear(config: ModelConfig, plain: DeviceLinear, layers: Devi
 
 
 def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
-    """Raise ModelLoadError if config.json describes more weights than files can hold. Returns the model's outline."""
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:

@@ -21,7 +21,6 @@ from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT
 MOST_RESULT_BYTES = 64 << 20
 """Bytes of results that a rank leaves for the others in a round."""
 FEWEST_ROWS = 16
-"""Rows of a replica in a round, at least."""
 
 NOWHERE = 1
 """Area of rows that a step does not have."""
@@ -39,8 +38,7 @@ class SharedMemoryExchange:
         max_rows: int,
         runtime: NativeRuntime,
     ) -> None:
-        """place: number of the stage, and of the rank in it. max_rows: of a replica's step. Raises QuireError if the
-        memory is gone."""
+        """place: number of the stage, and of the rank in it. max_rows: limit of a replica's step."""
         stage, rank = place
         self.size = replicas.count * sizes.tp
         self.rank = replicas.number * sizes.tp + rank

@@ -12,28 +12,25 @@ class ExchangedLayer(Protocol):
     top_k: int
 
     def record_experts(self, x: Any, routing: Any, residual: Any) -> Any:
-        """Record the experts alone: x and residual [T, size], routing [T, 2 * top_k] -> [T, size]."""
+        """x and residual [T, size], routing [T, 2 * top_k] -> [T, size]."""
         ...
 
 
 class ExpertExchange(Protocol):
-    """This rank's end of the exchange between replicas that share experts. Ranks are numbered replica by replica."""
+    """Exchange between replicas that share experts. Ranks are numbered replica by replica."""
 
     rank: int
     size: int
     native: Any
-    """`_native.ExpertExchange`."""
 
-    def add_layer(self, layer: ExchangedLayer) -> None:
-        """Add the next layer; a step exchanges rows once in each."""
-        ...
+    def add_layer(self, layer: ExchangedLayer) -> None: ...
 
     def begin_step(self) -> None:
-        """Compute the next steps together with the other ranks. Warm-up before runs alone."""
+        """Warm-up before the first call runs alone."""
         ...
 
     def join_step(self) -> None:
-        """Take part in a step of other replicas without rows."""
+        """Step without rows."""
         ...
 
     def release_workspaces(self) -> None: ...

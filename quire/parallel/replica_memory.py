@@ -15,8 +15,7 @@ _COUNTER_BYTES = 64
 
 
 class CommonMemory:
-    """Memory and bells of one generation of replicas after the other, kept by their parent. Nothing lies in a file
-    system."""
+    """Memory and bells of a generation of replicas, kept by their parent."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -25,7 +24,6 @@ class CommonMemory:
         self.renew()
 
     def renew(self) -> None:
-        """Begin a new generation of replicas; those that have mapped the old memory keep it."""
         self.close()
         self.generation += 1
         self._descriptors.append(os.memfd_create("quire-replicas"))
@@ -43,12 +41,9 @@ class CommonMemory:
 
 
 class CommonSteps:
-    """Implements `Steps` for one replica."""
-
     are_common = True
 
     def __init__(self, replicas: ReplicaSet) -> None:
-        """Raises QuireError if the parent is gone."""
         size = mmap.ALLOCATIONGRANULARITY
         self._counts = map_shared(replicas.memory, size, 0, size)
         self._number, self._others = (
@@ -60,7 +55,7 @@ class CommonSteps:
 
     @property
     def bell(self) -> int:
-        """Descriptor that becomes readable when another replica begins a step that this one has not begun."""
+        """Descriptor that is readable once a step has begun elsewhere."""
         return self._bells[self._number]
 
     @property
@@ -76,7 +71,6 @@ class CommonSteps:
                     os.write(self._bells[other], b"1")
 
     def hush(self) -> None:
-        """Clear the bell, before a look at `is_behind`."""
         with suppress(BlockingIOError):
             os.read(self.bell, 65536)
 
@@ -90,7 +84,7 @@ class CommonSteps:
 
 
 def map_shared(path: str, size: int, start: int, num_bytes: int) -> mmap.mmap:
-    """Map a part of memory of `size` bytes. Raises QuireError if it is gone."""
+    """Part of a mapped file, made `size` bytes long. Raises QuireError."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError as error:

@@ -71,7 +71,6 @@ class Replica:
         self.num_steps = 0
 
     def turn(self) -> Tokens:
-        """Step once, or wait for a step of others."""
         found: Tokens = {}
         if not self.core.has_work or self.core.is_blocked:
             select.select([self.steps.bell], [], [], 0.05)
@@ -85,7 +84,6 @@ class Replica:
         return found
 
     def follow(self, end: threading.Event) -> None:
-        """Join the steps of others until the end."""
         while not end.is_set() or self.core.has_work:
             assert not self.turn()
 
