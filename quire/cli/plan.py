@@ -257,7 +257,7 @@ def as_text(report: PlanReport) -> str:
             sizes = plan.tower.checkpoint.bytes
             text += f" (file: {', '.join(f'{name} {format_bytes(size)}' for name, size in sizes.items())})"
         rows.append(("vision tower", text))
-    if devices.devices_per_replica > 1:
+    if max(devices.devices_per_replica, devices.ep) > 1:
         share = format_bytes(plan.device_weight_bytes)
         rows.append(("devices", f"{devices.devices_per_replica} ({devices}); each, at most, {share} of weights"))
         of = "" if devices.pcp > 1 else " (a token that is sampled)"

@@ -114,6 +114,7 @@ class EngineCore:
         self._sleep = Sleep(executor, self.scheduler, self._finish_transfers)
         self._pause = Pause(self.scheduler)
         self.ready = self._readiness(config.model.max_model_len, layout, seconds)
+        steps.arrive()
 
     def computing(self) -> AbstractContextManager[object]:
         """Context of many `step` calls, quicker if entered once for all (`Executor.computing`)."""
@@ -265,7 +266,8 @@ class EngineCore:
 
     def _start_steps(self, outputs: EngineOutputs) -> None:
         while len(self._in_flight) < self._queue_depth and self._unsent is None:
-            plan = None if self._pause.stops_all else self.scheduler.schedule(self._clock.now())
+            waits = self._pause.stops_all or not self._steps.may_begin
+            plan = None if waits else self.scheduler.schedule(self._clock.now())
             if plan is None and self._steps.is_behind:
                 self._num_joined += 1
                 dummy = StepPlan(-self._num_joined, [], [], [], [], [], is_dummy=True)

@@ -10,7 +10,16 @@ class StepCount(Protocol):
     are_common: bool
 
     @property
+    def may_begin(self) -> bool:
+        """True once all replicas have arrived."""
+        ...
+
+    @property
     def is_behind(self) -> bool: ...
+
+    def arrive(self) -> None:
+        """Promise to join the others' steps from now on."""
+        ...
 
     def count_step(self) -> None:
         """Count a step that begins, and wake the replicas that have not begun it."""
@@ -21,7 +30,10 @@ class StepCount(Protocol):
 
 class OwnStepCount:
     are_common = False
+    may_begin = True
     is_behind = False
+
+    def arrive(self) -> None: ...
 
     def count_step(self) -> None: ...
 

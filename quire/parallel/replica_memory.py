@@ -52,6 +52,7 @@ class CommonSteps:
         )
         self._bells = [os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC) for path in replicas.bells]
         self._own = 0
+        """Steps begun, and one from the arrival on."""
 
     @property
     def bell(self) -> int:
@@ -59,8 +60,15 @@ class CommonSteps:
         return self._bells[self._number]
 
     @property
+    def may_begin(self) -> bool:
+        return all(self._count(other) for other in self._others)
+
+    def arrive(self) -> None:
+        self.count_step()
+
+    @property
     def is_behind(self) -> bool:
-        return any(self._count(other) > self._own for other in self._others)
+        return any(self._count(other) > max(self._own, 1) for other in self._others)
 
     def count_step(self) -> None:
         self._own += 1

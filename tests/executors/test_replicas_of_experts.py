@@ -19,6 +19,7 @@ from quire.clock import SystemClock
 from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest, Call
 from quire.executors.choice import make_executor
+from quire.parallel import expert_exchange
 from quire.parallel.replica_memory import CommonMemory, CommonSteps
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ NUM_BLOCKS = 12
 """So few that running requests are preempted."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank each": {},
+    "rounds of few rows": {},
     "in turns": {"expert_placement_strategy": "round_robin"},
     "two steps in flight": {"queue_depth": 2},
     "two threads": {"num_threads": 2},
@@ -170,10 +172,14 @@ def drive(replica: Replica, requests: Sequence[EngineRequest], rng: random.Rando
     return {name: tokens for name, tokens in found.items() if name not in aborted}
 
 
-@pytest.mark.parametrize("layout", all_but_long(LAYOUTS, ["one rank each", "two ranks each"]))
-def test_random_requests_get_the_bits_of_one_engine(model_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", all_but_long(LAYOUTS, ["rounds of few rows", "two ranks each"]))
+def test_random_requests_get_the_bits_of_one_engine(
+    model_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts beside decodes, idle replicas, preemption, prefix hits, constraints, aborts."""
     options = LAYOUTS[layout]
+    if layout == "rounds of few rows":
+        monkeypatch.setattr(expert_exchange, "MOST_RESULT_BYTES", 1)
     reference = ADDED_AS_ONE_RANK if "tensor_parallel_size" in options else {}
     with replicas(model_path, **options) as both:
         for seed in range(4):
@@ -238,10 +244,48 @@ def test_a_replica_that_takes_no_requests_joins(model_path: Path, state: str) ->
         assert refused.error == "sleep at level 2 is not possible: other replicas need this one's experts"
 
 
-def test_bells(tmp_path: Path) -> None:
+def test_steps_begin_when_all_are_there(model_path: Path) -> None:
+    memory = CommonMemory(2)
+    config = configured(model_path, data_parallel_size=2, enable_expert_parallel=True)
+    with ExitStack() as stack:
+        stack.callback(memory.close)
+
+        def start(number: int) -> Replica:
+            own = replace(config, replicas=memory.of_replica(number))
+            assert own.replicas is not None
+            steps = CommonSteps(own.replicas)
+            core = EngineCore(own, make_executor(own), SystemClock(), steps=steps)
+            stack.callback(core.shutdown)
+            return Replica(core, steps)
+
+        one = start(0)
+        request = next(each for each in mixed(random.Random(0), "a") if not each.constraint)
+        one.core.handle(AddRequest(request))
+        assert not one.core.step().updates
+        assert one.core.is_blocked
+        other, end = start(1), threading.Event()
+
+        def work() -> Tokens:
+            found: Tokens = {}
+            while one.core.scheduler.has_requests:
+                found |= one.turn()
+            end.set()
+            return found
+
+        found, _ = together([(work,), (other.follow, end)])
+        assert list(found) == [request.request_id]
+
+
+def test_bells() -> None:
     """A step rings where it has not begun, and once more never blocks."""
     memory = CommonMemory(2)
     one, two = (CommonSteps(memory.of_replica(number)) for number in range(2))
+    one.arrive()
+    assert not one.may_begin
+    assert not two.is_behind, "that was no step"
+    two.hush()
+    two.arrive()
+    assert one.may_begin
     assert not one.is_behind
     one.count_step()
     assert two.is_behind
