@@ -503,6 +503,7 @@ class Fleet:
                 return
             except (QuireError, OSError, zmq.ZMQError) as error:  # no process, memory or descriptor for a moment
                 self._raise_if_over()
+                self._end_others(member)  # it may have joined a step already
                 reason = str(error) if isinstance(error, QuireError) else explain(error)
                 logger.warning("%s could not be started again: %s", member.name, reason)
                 with self._lock:
@@ -513,11 +514,15 @@ class Fleet:
 
     def _start(self, member: Member) -> EngineReady:
         ready = self._first_ready
-        with self._lock:  # `_end_others` begins another generation
+        with self._lock:
             member.generation, member.is_ended_with_others = self._generation, False
-            member.client = member.start(ready, member.stats_before)
-        if self._death is not None:  # a shutdown may have come before the line above
-            member.client.shutdown()
+        client = member.start(ready, member.stats_before)
+        with self._lock:
+            member.client = client
+            has_others = member.generation == self._generation
+            member.is_ended_with_others |= not has_others
+        if self._death is not None or not has_others:  # a shutdown, or another's death, may have come meanwhile
+            client.shutdown()
         return member.client.ready
 
     def _bring_up(self, member: Member) -> None:
