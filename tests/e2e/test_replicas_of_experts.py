@@ -39,14 +39,16 @@ def processes(engine: AsyncLLM) -> list[list[psutil.Process]]:
     return [[each, *each.children()] for each in engines]
 
 
-@pytest.mark.parametrize("tp", all_but_long([1, 2], [1]))
-async def test_a_death_restarts_all_and_changes_no_bit(model_path: Path, tp: int) -> None:
+@pytest.mark.parametrize(("tp", "pp"), all_but_long([(1, 1), (2, 1), (2, 2)], [(1, 1)]))
+async def test_a_death_restarts_all_and_changes_no_bit(model_path: Path, tp: int, pp: int) -> None:
+    """Of an engine, or of the last rank of one."""
     options: dict[str, Any] = {
         **OPTIONS,
         "model": str(model_path),
         "skip_tokenizer_init": True,
         "data_parallel_size": 2,
         "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
         "enable_expert_parallel": True,
     }
     engine = AsyncLLM.from_options(EngineOptions.from_keywords(options))
@@ -55,7 +57,7 @@ async def test_a_death_restarts_all_and_changes_no_bit(model_path: Path, tp: int
             _ = await asyncio.to_thread(lambda: engine.ready)
             undisturbed = await ask_all(engine, NUM_REQUESTS, ids_request)
             before = processes(engine)
-            assert [len(each) for each in before] == [1 + (tp if tp > 1 else 0)] * 2
+            assert [len(each) for each in before] == [1 + (tp * pp if tp > 1 else 0)] * 2
             running = asyncio.ensure_future(ask_all(engine, NUM_REQUESTS, ids_request))
             fleet = engine._session.client
             assert isinstance(fleet, Fleet)
