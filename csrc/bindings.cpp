@@ -145,6 +145,25 @@ void bind_collectives(nb::module_& module) {
           "pool"_a, "x"_a, "x_stride"_a, "out"_a, "out_stride"_a, "counts"_a, "width"_a);
 }
 
+void bind_exchange(nb::module_& module) {
+  nb::class_<ExpertExchange>(module, "ExpertExchange")
+      .def_static(
+          "num_bytes",
+          [](int64_t replicas, int64_t tp, int64_t rows, int64_t width, int64_t top_k) {
+            return ExpertExchange::bytes({replicas, tp, rows, width, top_k});
+          },
+          "replicas"_a, "tp"_a, "rows"_a, "width"_a, "top_k"_a)
+      .def(
+          "__init__",
+          [](ExpertExchange* self, uintptr_t memory, int64_t replicas, int64_t tp, int64_t rows, int64_t width,
+             int64_t top_k, int rank, int spins, double seconds) {
+            new (self) ExpertExchange(reinterpret_cast<std::byte*>(memory), {replicas, tp, rows, width, top_k}, rank, spins,
+                                      seconds);
+          },
+          "memory"_a, "replicas"_a, "tp"_a, "rows"_a, "width"_a, "top_k"_a, "rank"_a, "spins"_a, "seconds"_a)
+      .def("open", &ExpertExchange::open);
+}
+
 void bind_program(nb::module_& module) {
   nb::class_<Pool>(module, "Pool")
       .def(nb::init<int, bool, bool>(), "threads"_a, "pin"_a, "whole"_a = false)
@@ -220,7 +239,8 @@ void bind_program(nb::module_& module) {
              const std::vector<uintptr_t>& up_bias, const std::vector<uintptr_t>& down_bias,
              uintptr_t places, int64_t num_placed, int64_t top_k, Activation activation, float limit,
              bool weighs_input, bool apart, uintptr_t counts, const Ref& x, const Ref& routing, const Ref& residual, const Ref& out,
-             std::shared_ptr<AdapterTable> wide_adapters, std::shared_ptr<AdapterTable> down_adapters, int64_t column) {
+             std::shared_ptr<AdapterTable> wide_adapters, std::shared_ptr<AdapterTable> down_adapters, int64_t column,
+             std::shared_ptr<ExpertExchange> exchange, const std::vector<int64_t>& ranks) {
             auto table = std::make_shared<ExpertTable>();
             table->gate_up = std::move(gate_up);
             table->up = std::move(up);
@@ -235,9 +255,21 @@ void bind_program(nb::module_& module) {
             args.limit = limit;
             args.weighs_input = weighs_input;
             args.apart = apart;
-            args.counts = reinterpret_cast<int64_t*>(counts);
             args.places = reinterpret_cast<const ExpertPlace*>(places);
             args.num_placed = num_placed;
+            auto* counters = reinterpret_cast<int64_t*>(counts);
+            if (exchange != nullptr) {
+              ExchangeArgs exchanged;
+              exchanged.exchange = std::move(exchange);
+              exchanged.experts = std::move(args);
+              exchanged.counts = counters;
+              exchanged.x = x;
+              exchanged.routing = routing;
+              exchanged.residual = residual;
+              exchanged.out = out;
+              return program.add(std::move(exchanged), ranks);
+            }
+            args.counts = counters;
             args.x = x;
             args.routing = routing;
             args.residual = residual;
@@ -250,7 +282,8 @@ void bind_program(nb::module_& module) {
           "gate_up"_a, "up"_a, "down"_a, "gate_up_bias"_a, "up_bias"_a, "down_bias"_a, "places"_a,
           "num_placed"_a, "top_k"_a, "activation"_a, "limit"_a, "weighs_input"_a, "apart"_a, "counts"_a, "x"_a,
           "routing"_a, "residual"_a, "out"_a, "wide_adapters"_a.none() = nb::none(),
-          "down_adapters"_a.none() = nb::none(), "column"_a = -1)
+          "down_adapters"_a.none() = nb::none(), "column"_a = -1, "exchange"_a.none() = nb::none(),
+          "ranks"_a = std::vector<int64_t>{})
       .def(
           "add_experts",
           [](Program& program, int64_t top_k, bool weighs_input, int64_t width, const Ref& parts, const Ref& routing,
@@ -402,7 +435,7 @@ void bind_program(nb::module_& module) {
              std::vector<const AttentionPlan*> attention, const std::vector<uintptr_t>& areas, uintptr_t scratch,
              uintptr_t read_rows, int64_t num_read, const StatePlan* states,
              const EncoderPlan* encoder) {
-            if (areas.size() > kMaxAreas) throw std::invalid_argument("too many memory areas");
+            if (areas.size() > kExchangeArea) throw std::invalid_argument("too many memory areas");
             if (columns.size() > kMaxColumns) throw std::invalid_argument("too many columns");
             Step step;
             step.rows = rows;
@@ -439,6 +472,7 @@ NB_MODULE(_native, module) {
   quire::bind_drafts(module);
   quire::bind_encoder(module);
   quire::bind_collectives(module);
+  quire::bind_exchange(module);
   quire::bind_program(module);
   quire::bind_step_inputs(module);
   quire::bind_limits(module);

@@ -58,6 +58,9 @@ class SharedRanks {
   // The neighbours among which this rank is, where every `count` ranks are a group (0: all).
   Peers peers(int count) const;
 
+  // Returns when all threads of all ranks are there: what each wrote before is then seen by all. false: a rank has not come.
+  bool meet(Team& team) noexcept;
+
   // Throws std::runtime_error when a rank has not come in time: what collectives have given since then is void.
   void check() const;
 
@@ -70,8 +73,6 @@ class SharedRanks {
   float* slot(uint32_t meeting, int rank) const noexcept;
   // Returns when all ranks have come to this rank's next meeting; false: one has not.
   bool meet() noexcept;
-  // The same for all threads of a rank: what each wrote to the rank's slot before is then seen by all ranks.
-  bool meet(Team& team) noexcept;
   bool await(Word& word, uint32_t meeting) noexcept;
 
   Word* words_;

@@ -15,7 +15,9 @@
 
 namespace quire {
 
-inline constexpr int kMaxAreas = 8;
+inline constexpr int kMaxAreas = 9;
+// The last area is the memory in which ranks of several replicas exchange rows (expert_exchange.h).
+inline constexpr int kExchangeArea = kMaxAreas - 1;
 
 // Place of a matrix of float32 rows.
 struct Ref {
@@ -35,6 +37,14 @@ struct StatePlan;      // linear_state.h
 // Columns of a step's tokens: numbers of those that every step has, and the most of all.
 constexpr int64_t kTokenIds = 0, kSlotPositions = 1, kMaxColumns = 16;
 
+// Rows in runs, each from a multiple of `distance` on.
+inline constexpr int kMaxRuns = 64;
+struct RowRuns {
+  int64_t count = 0;
+  int64_t distance = 0;
+  std::array<int64_t, kMaxRuns> rows{};
+};
+
 // What changes from run to run.
 struct Step {
   int64_t rows = 0;
@@ -45,6 +55,7 @@ struct Step {
   const StatePlan* states = nullptr;
   const int64_t* read_rows = nullptr;  // [num_read], ascending: what a gather leaves of the rows; null: all
   int64_t num_read = 0;
+  const RowRuns* runs = nullptr;  // of experts alone: where the `rows` are; null: one after the other
   std::byte* areas[kMaxAreas] = {};
   std::byte* shared_scratch = nullptr;  // as many bytes as the program's kernels asked for; 64-byte aligned
 
@@ -174,7 +185,8 @@ struct ExpertPlace {
 // out = residual (or 0) + the weighted sum of what each row's experts give for x, in the order of their numbers: down
 // (activation(gate) * up), each product with its bias. Of the experts that other ranks compute nothing is added.
 // apart: out [rows, top_k * width] has each of a row's results by itself, before its weight, in the order of `routing`;
-// -0 for those of other ranks, so that the ranks' sum has the bits of the one that computes.
+// -0 for those of other ranks, so that the ranks' sum has the bits of the one that computes. Of rows in runs those of other
+// ranks are left as they are.
 struct ExpertsArgs {
   std::shared_ptr<const ExpertTable> table;
   int64_t top_k = 0;
@@ -192,6 +204,12 @@ struct ExpertsArgs {
   Ref out;
   MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
 };
+
+// Numbers of experts are whole: what is none (of a row of NaN) becomes one.
+[[gnu::always_inline]] static inline int64_t expert_number(float value, int64_t count) noexcept {
+  const int64_t number = value >= 0.0f ? static_cast<int64_t>(value) : 0;
+  return number < count ? number : count - 1;
+}
 
 struct LinearKernels {
   void (*linear)(const LinearArgs&, const Step&, Team&);
@@ -268,6 +286,7 @@ struct AddExpertsArgs {
   Ref routing;  // [rows, 2 top_k]
   Ref residual;
   Ref out;  // may be the same place as residual
+  const std::vector<const float*>* holders = nullptr;  // by an expert's number, where its results are; null: all in `parts`
 };
 
 enum class Elementwise : int32_t { kAdd = 0, kMultiply, kGate, kScale, kSoftCap, kGateRows };

@@ -197,8 +197,16 @@ void add_experts(const AddExpertsArgs& args, const Step& step, Team& team) {
   const int64_t grain = row_grain(step.rows, team);
   for (int64_t start = team.take(grain); start < step.rows; start = team.take(grain)) {
     for (int64_t t = start; t < step.rows && t < start + grain; ++t) {
-      const float* parts = step.at(args.parts) + t * args.parts.stride;
-      const float* shares = step.at(args.routing) + t * args.routing.stride + args.top_k;
+      const float* numbers = step.at(args.routing) + t * args.routing.stride;
+      const float* shares = numbers + args.top_k;
+      const auto part = [&](int64_t place) {
+        const float* parts = step.at(args.parts);
+        if (args.holders != nullptr) {
+          const auto number = expert_number(numbers[place], static_cast<int64_t>(args.holders->size()));
+          parts = (*args.holders)[static_cast<std::size_t>(number)];
+        }
+        return parts + t * args.parts.stride + place * args.width;
+      };
       const float* residual = step.at(args.residual) + t * args.residual.stride;
       float* out = step.at(args.out) + t * args.out.stride;
       for (int64_t c = 0; c < args.width; c += kLanes) {
@@ -206,7 +214,7 @@ void add_experts(const AddExpertsArgs& args, const Step& step, Team& team) {
         const auto read = [&](const float* from) { return left >= kLanes ? load(from) : load_some(from, left); };
         vf sum = read(residual + c);
         for (int64_t place = 0; place < args.top_k; ++place)
-          sum = fma(read(parts + place * args.width + c), broadcast(args.weighs_input ? 1.0f : shares[place]), sum);
+          sum = fma(read(part(place) + c), broadcast(args.weighs_input ? 1.0f : shares[place]), sum);
         if (left >= kLanes)
           store(out + c, sum);
         else

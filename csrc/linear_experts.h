@@ -113,12 +113,6 @@ inline ExpertMemory expert_memory(const ExpertsArgs& args, int64_t rows, int thr
   return memory;
 }
 
-// Numbers of experts are whole: what is none (of a row of NaN) becomes one.
-QUIRE_INLINE int64_t expert_number(float value, int64_t count) {
-  const int64_t number = value >= 0.0f ? static_cast<int64_t>(value) : 0;
-  return number < count ? number : count - 1;
-}
-
 template <class Method>
 Plan expert_tiles(const PackedWeight& weight, int64_t rows) {
   Plan plan = make_plan<Method>(weight, rows);
@@ -140,12 +134,21 @@ inline void plan_experts(const ExpertsArgs& args, const Step& step, const Expert
     const ExpertPlace& at = args.places[number];
     return at.copies == 1 || row % at.copies == at.turn ? at.place : -1;
   };
+  const auto each_row = [&](const auto& use) {
+    if (step.runs == nullptr) {
+      for (int64_t row = 0; row < step.rows; ++row) use(row);
+    } else {
+      for (int64_t run = 0; run < step.runs->count; ++run)
+        for (int64_t row = 0; row < step.runs->rows[static_cast<std::size_t>(run)]; ++row) use(run * step.runs->distance + row);
+    }
+  };
   const auto each_pair = [&](const auto& use) {
-    for (int64_t row = 0; row < step.rows; ++row)
+    each_row([&](int64_t row) {
       for (int64_t place = 0; place < top_k; ++place) {
         const int64_t number = expert_number(routing[row * args.routing.stride + place], of_all_ranks);
         use(number, own_place(number, row), static_cast<int32_t>(row * top_k + place));
       }
+    });
   };
   each_pair([&](int64_t number, int64_t own, int32_t) {
     if (args.counts) ++args.counts[number];
@@ -398,6 +401,7 @@ inline void add_results(const ExpertsArgs& args, const Step& step, const int32_t
 // Columns first .. end of the output before any expert is added.
 inline void begin_columns(const ExpertsArgs& args, const Step& step, int64_t first, int64_t end) {
   float* out = step.at(args.out);
+  if (step.runs != nullptr) return;
   if (args.apart) {
     const int64_t size = args.table->down[0].out_features;
     for (int64_t row = 0; row < step.rows; ++row)

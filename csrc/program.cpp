@@ -103,7 +103,7 @@ void Program::add(const AddExpertsArgs& args) {
   ops_.emplace_back(Call<AddExpertsArgs>{kernels_.layers.add_experts, args});
 }
 
-void Program::add(ExpertsArgs args) {
+void Program::require_fitting(const ExpertsArgs& args) const {
   const ExpertTable& table = *args.table;
   const std::size_t count = table.gate_up.size();
   const bool apart = !table.up.empty();
@@ -131,9 +131,26 @@ void Program::add(ExpertsArgs args) {
   fits &= args.places == nullptr || args.apart || last + 1 == static_cast<int64_t>(count);
   fits &= !args.apart || !args.residual.present();
   if (!fits) throw std::invalid_argument("the matrices of the experts do not fit together");
+}
+
+void Program::add(ExpertsArgs args) {
+  require_fitting(args);
   args.precision = precision_;
   ops_.emplace_back(Call<ExpertsArgs>{kernels_.linear.experts, args});
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.linear.experts_scratch(args, max_rows_, pool_->threads()));
+}
+
+void Program::add(ExchangeArgs args, const std::vector<int64_t>& ranks) {
+  place_exchange(args, ranks);
+  require_fitting(args.experts);
+  args.experts.precision = precision_;
+  args.compute = kernels_.linear.experts;
+  args.add = kernels_.layers.add_experts;
+  exchange_ = args.exchange;
+  const ExchangeShape& shape = exchange_->shape();
+  const int64_t rows = shape.replicas * shape.rows;
+  scratch_bytes_ = std::max(scratch_bytes_, kernels_.linear.experts_scratch(args.experts, rows, pool_->threads()));
+  ops_.emplace_back(Call<ExchangeArgs>{exchange_experts, std::move(args)});
 }
 
 void Program::add(const ConvolutionArgs& args) {
@@ -300,7 +317,12 @@ void Program::add(HeadsArgs args) {
 
 void Program::run(const Step& step) {
   if (step.rows < 0 || step.rows > max_rows_) throw std::invalid_argument("more rows than the program was made for");
-  if (step.rows == 0) return;
+  if (step.rows == 0) {
+    const auto exchanges = [](const Op& op) { return std::holds_alternative<Call<ExchangeArgs>>(op); };
+    if (exchange_ == nullptr || !std::all_of(ops_.begin(), ops_.end(), exchanges)) return;
+    run_kernels(0, ops_.size(), step, step);
+    return exchange_->check();
+  }
   for (const AttentionArgs& args : attention_) refuse_foreign_plan(args, step);
   for (const AttentionArgs& args : attention_)
     if (args.length_floor > 0 && step.columns[kSlotPositions] == nullptr)
@@ -333,6 +355,7 @@ void Program::run(const Step& step) {
   }
   run_kernels(first, ops_.size(), step, reading);
   if (ranks_ != nullptr) ranks_->check();
+  if (exchange_ != nullptr) exchange_->check();
 }
 
 void Program::run_kernels(std::size_t first, std::size_t last, const Step& step, const Step& reading) {
@@ -355,7 +378,7 @@ void Program::run_kernels(std::size_t first, std::size_t last, const Step& step,
           team.next(static_cast<int64_t>(i) + 1);
         }
       },
-      &run, ranks_ == nullptr ? Pool::Crew::kAnyHelpers : Pool::Crew::kWhole);
+      &run, ranks_ == nullptr && exchange_ == nullptr ? Pool::Crew::kAnyHelpers : Pool::Crew::kWhole);
 }
 
 }  // namespace quire

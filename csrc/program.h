@@ -9,6 +9,7 @@
 
 #include "adapters.h"
 #include "collectives.h"
+#include "expert_exchange.h"
 #include "isa.h"
 #include "pool.h"
 
@@ -41,6 +42,9 @@ class Program {
   void add(const AddExpertsArgs& args);
   // Throws std::invalid_argument for experts whose matrices, or places, do not fit together.
   void add(ExpertsArgs args);
+  // ranks: of each expert, by its number. Throws also for experts that do not fit the exchange. A program of such layers
+  // alone also runs over no rows: this rank then computes for the others.
+  void add(ExchangeArgs args, const std::vector<int64_t>& ranks);
   // Throws std::invalid_argument for shapes that the kernels do not have.
   void add(const ConvolutionArgs& args);
   void add(const DeltaArgs& args);
@@ -80,10 +84,11 @@ class Program {
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
                           Call<LatentArgs>, Call<IndexArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
                           Call<ExpertsArgs>, Call<AddExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
-                          Call<EncoderArgs>, Call<AllReduceArgs>, Call<AllGatherArgs>, Call<MergePartsArgs>, Call<ShrinkArgs>,
+                          Call<EncoderArgs>, Call<ExchangeArgs>, Call<AllReduceArgs>, Call<AllGatherArgs>, Call<MergePartsArgs>, Call<ShrinkArgs>,
                           Call<ExpandArgs>, Call<ActivateArgs>>;
 
   void require_all_rows() const;
+  void require_fitting(const ExpertsArgs& args) const;
   // The rows by slot that a call of adapters at this place has; notes the column.
   const AdapterGroups* adapted_rows(const AdapterTable& table, int64_t column);
   // Runs the kernels [first, last) of ops_. reading: the step behind a gather.
@@ -112,6 +117,7 @@ class Program {
   std::unique_ptr<AdapterGroups> adapted_ = std::make_unique<AdapterGroups>();       // of all rows
   std::unique_ptr<AdapterGroups> adapted_read_ = std::make_unique<AdapterGroups>();  // of those that are read
   std::shared_ptr<SharedRanks> ranks_;  // of the collectives, if any
+  std::shared_ptr<ExpertExchange> exchange_;  // of experts, if any
   // Layer and bytes of a page that a kernel of a state needs.
   std::vector<std::pair<int64_t, int64_t>> states_;
 };

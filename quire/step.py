@@ -208,6 +208,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     sampled: list[tuple[int, int, list[int]]] = []
     """(seq_id, position, tokens): rows' last tokens, sampled on a pipeline's last stage. The executor adds them, and
     all drafts, for the other stages."""
+    is_dummy: bool = False
+    """Compute nothing but this engine's experts for a step of other replicas; everything else is empty."""
 
     @property
     def masked_seq_ids(self) -> set[int]:

@@ -23,7 +23,7 @@ from quire.config.hf_config import find_model, read_config
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import BUNDLED_MODEL, EngineOptions
-from quire.config.parallel import ParallelConfig, parallel_config
+from quire.config.parallel import ParallelConfig, parallel_config, share_experts
 from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
 from quire.kv_cache.layout import KVGroup
@@ -81,6 +81,7 @@ def build_parser() -> Parser:
     for flags, text in ((("--tp", "--tensor-parallel-size"), "devices that share each layer"),
                         (("--pp", "--pipeline-parallel-size"), "pipeline stages"),
                         (("--dcp", "--decode-context-parallel-size"), "of tp, share a context's tokens"),
+                        (("--dp", "--data-parallel-size"), "replicas, of interest if they share experts"),
                         (("--pcp", "--prefill-context-parallel-size"), "groups that share prompts")):  # fmt: skip
         group.add_argument(*flags, metavar="N", type=int, default=1, help=f"{text} (1)")
     group.add_argument(
@@ -98,16 +99,19 @@ def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
     names = {"tensor": namespace.tp, "pipeline": namespace.pp, "decode_context": namespace.dcp}
-    names["prefill_context"] = namespace.pcp
+    names |= {"prefill_context": namespace.pcp, "data": namespace.dp}
     sizes = {f"{name}_parallel_size": size for name, size in names.items()}
-    layout = parallel_config(_replace_options(options, **sizes))
+    sized = _replace_options(options, **sizes)
+    layout = parallel_config(sized)
+    if share_experts(sized):
+        layout = replace(layout, dp=namespace.dp, ep=namespace.tp * namespace.dp)
     if namespace.kv_waste:
         print(_kv_waste(namespace, options, layout))
         return 0
     if _is_directory(options.model):
         options = with_verifier(options)
     target = _target(namespace)
-    if target.is_profile or layout.devices_per_replica > 1 or not _runs_here(options):
+    if target.is_profile or max(layout.devices_per_replica, layout.ep) > 1 or not _runs_here(options):
         chosen = given(namespace, EngineOptions, skip=NOT_SCHEDULING)
         plan, cost = _plan_for_devices(options, chosen, target, layout, namespace.tokens)
     else:
@@ -253,7 +257,7 @@ def as_text(report: PlanReport) -> str:
             sizes = plan.tower.checkpoint.bytes
             text += f" (file: {', '.join(f'{name} {format_bytes(size)}' for name, size in sizes.items())})"
         rows.append(("vision tower", text))
-    if devices.devices_per_replica > 1:
+    if max(devices.devices_per_replica, devices.ep) > 1:
         share = format_bytes(plan.device_weight_bytes)
         rows.append(("devices", f"{devices.devices_per_replica} ({devices}); each, at most, {share} of weights"))
         of = "" if devices.pcp > 1 else " (a token that is sampled)"

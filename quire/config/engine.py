@@ -12,7 +12,7 @@ from quire.config.device import DeviceConfig
 from quire.config.load import LoadConfig
 from quire.config.media import MediaConfig
 from quire.config.model import ModelConfig
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel import ParallelConfig, ReplicaSet
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculation import SpeculationConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
@@ -41,6 +41,7 @@ class EngineConfig:
     logits_processors: tuple[str, ...] = ()
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    replicas: ReplicaSet | None = None
 
     def __post_init__(self) -> None:
         if self.logits_processors and self.model.pooling is not None:

@@ -128,7 +128,7 @@ class EngineKeywords(TypedDict, total=False):
     cp_kv_cache_interleave_size: int
     """tokens in a row that one of those ranks keeps (1)"""
     enable_expert_parallel: bool
-    """deal whole experts to the ranks of tensor_parallel_size (default: a slice of each)"""
+    """deal whole experts to all ranks of all replicas (default: a slice of each)"""
     expert_placement_strategy: str
     """linear (neighbouring experts on one rank) or round_robin (they take turns)"""
     enable_eplb: bool

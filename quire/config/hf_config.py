@@ -212,7 +212,6 @@ def _with_tower(described: Described, path: Path, asked: str | None) -> tuple[De
 
 
 def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the user's keys in place of its own, merged in nested parts (`text_config`)."""
     merged = dict(config)
     for name, value in overrides.items():
         own = config.get(name)

@@ -211,7 +211,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 1
     cp_kv_cache_interleave_size: Annotated[int, DEVICE("tokens in a row that one of those ranks keeps (1)")] = 1
     enable_expert_parallel: Annotated[
-        bool, DEVICE("deal whole experts to the ranks of tensor_parallel_size (default: a slice of each)", "-ep")
+        bool, DEVICE("deal whole experts to all ranks of all replicas (default: a slice of each)", "-ep")
     ] = False
     expert_placement_strategy: Annotated[
         str, DEVICE("linear (neighbouring experts on one rank) or round_robin (they take turns)")

@@ -78,6 +78,23 @@ class ParallelConfig:
         return f"tp={self.tp} pp={self.pp} dp={self.dp}{rest}"
 
 
+@dataclass(frozen=True)
+class ReplicaSet:
+    """Replicas that share experts. memory: path of a file that all map. bells: paths of pipes that wake engines."""
+
+    number: int
+    memory: str
+    bells: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.bells)
+
+
+def share_experts(options: EngineOptions) -> bool:
+    return options.enable_expert_parallel and options.data_parallel_size > 1
+
+
 def parallel_config(options: EngineOptions) -> ParallelConfig:
     """Layout of one replica's ranks by the options. Raises ConfigError for sizes that do not fit."""
     for kind in ("tensor", "pipeline", "data", "decode_context", "prefill_context"):
@@ -219,17 +236,40 @@ def expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
     strategy = choice("expert_placement_strategy", options.expert_placement_strategy, EXPERT_PLACEMENTS)
     if not options.enable_expert_parallel:
         return None
-    tp, experts = options.tensor_parallel_size, model.shape.experts
+    tp, dp, experts = options.tensor_parallel_size, options.data_parallel_size, model.shape.experts
     reason = None
     if experts is None:
         reason = f"{model.architecture} has no experts"
-    elif experts.num_experts < tp:
-        reason = f"the model's {experts.num_experts} experts are fewer than tensor_parallel_size={tp}"
-    elif options.data_parallel_size > 1:
-        reason = "the ranks of one replica share experts out so far, and data_parallel_size is more than 1"
+    elif experts.num_experts < tp * dp:
+        sizes = f"tensor_parallel_size={tp}" + (f" times data_parallel_size={dp}" if dp > 1 else "")
+        reason = f"the model's {experts.num_experts} experts are fewer than {sizes}"
     if reason is not None:
         raise ConfigError(f"enable_expert_parallel is not possible: {reason}", param="enable_expert_parallel")
-    return strategy if tp > 1 else None
+    return strategy if tp * dp > 1 else None
+
+
+def check_experts_shared(
+    options: EngineOptions, model: ModelConfig, speculation: SpeculationConfig, backend: str
+) -> None:
+    """Raise ConfigError for what replicas that share experts do not compute yet."""
+    if not share_experts(options):
+        return
+    asked = options.distributed_executor_backend
+    refused = (
+        (backend != "native", f"attention_backend={backend!r} computes with the experts of one replica"),
+        (asked not in ("auto", "uni", "mp"), f"distributed_executor_backend={asked!r}: replicas share a host's memory"),
+        (options.prefill_context_parallel_size > 1, "prefill_context_parallel_size deals out a replica's own rows"),
+        (options.enable_eplb, "enable_eplb moves experts among the ranks of one replica"),
+        (options.enable_lora, "enable_lora: rows of other replicas come without their adapters"),
+        (
+            speculation.has_layers or options.load_draft_head,
+            f"{SPECULATION}: a model that makes drafts has other steps",
+        ),
+    )
+    reason = next((reason for is_on, reason in refused if is_on), None)
+    if reason is not None:
+        sizes = f"enable_expert_parallel with data_parallel_size={options.data_parallel_size}"
+        raise ConfigError(f"{sizes} is not possible: {reason}", param="enable_expert_parallel")
 
 
 def read_balance(options: EngineOptions) -> ExpertBalance | None:

@@ -33,6 +33,7 @@ from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import (
     RAY_PLACEMENTS,
+    check_experts_shared,
     check_prompts_dealt,
     check_ranks_available,
     check_ranks_fit,
@@ -144,6 +145,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     speculation = _speculation(speculation, options, model, backend, is_accelerated)
     check_tokens_dealt(options, model, backend)
     check_prompts_dealt(options, model, speculation, backend)
+    check_experts_shared(options, model, speculation, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     media = _media(options)

@@ -164,7 +164,6 @@ class BeamSearch:
         self.is_done = True
 
     def _ranked(self) -> list[tuple[float, Beam, int]]:
-        """All continuations as (cumulative log-probability, beam, number of its candidate), best first."""
         continuations = [
             (beam.cumulative_logprob + score, beam, number)
             for beam in self.beams
@@ -250,7 +249,6 @@ class BeamSearch:
         return float(cumulative / length**self._length_penalty)
 
     def _is_settled(self, best_cumulative: float, length: int) -> bool:
-        """True if the search is over: enough hypotheses, which no live beam is expected to beat."""
         if len(self.hypotheses) < self.width:
             return False
         if self._early_stopping is True:

@@ -24,6 +24,7 @@ from quire.engine.messages import (
 )
 from quire.engine.observer import CoreObserver
 from quire.engine.sleep import Pause, Sleep
+from quire.engine.steps import OWN_STEPS, StepCount
 from quire.errors import (
     ConfigError,
     EngineAsleepError,
@@ -74,11 +75,14 @@ class EngineCore:
         make_scheduler: SchedulerFactory = paged_scheduler,
         masks: MaskSource = NO_MASKS,
         observers: Sequence[CoreObserver] = (),
+        steps: StepCount = OWN_STEPS,
     ) -> None:
         """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError. make_scheduler:
         another policy over the same pool, for comparisons (benchmarks/baselines/). masks: source of the masks of
-        constrained requests."""
+        constrained requests. steps: count of the steps that begin, which other replicas may have to join."""
         self._clock = clock
+        self._steps = steps
+        self._num_joined = 0
         self._executor = executor
         self._observers = observers
         self._queue_depth = config.scheduler.queue_depth
@@ -110,6 +114,7 @@ class EngineCore:
         self._sleep = Sleep(executor, self.scheduler, self._finish_transfers)
         self._pause = Pause(self.scheduler)
         self.ready = self._readiness(config.model.max_model_len, layout, seconds)
+        steps.arrive()
 
     def computing(self) -> AbstractContextManager[object]:
         """Context of many `step` calls, quicker if entered once for all (`Executor.computing`)."""
@@ -119,7 +124,9 @@ class EngineCore:
     def has_work(self) -> bool:
         """True if `step` would do anything."""
         reports = self._rejections or self._ended
-        return bool(self._in_flight or reports or self.scheduler.has_requests or self.scheduler.kv.has_transfers)
+        if self._in_flight or reports or self.scheduler.has_requests or self.scheduler.kv.has_transfers:
+            return True
+        return self._steps.is_behind
 
     def handle(self, message: ClientMessage) -> CallResult | None:
         """Handle one message. Returns the result of a Call; a rejected request is reported by the next `step`."""
@@ -167,7 +174,8 @@ class EngineCore:
             result = self._in_flight.popleft().result()
             now = self._clock.now()
             may_go_ahead = not self._in_flight and now - began <= BRIEF_SECONDS
-            outputs.updates += self.scheduler.update(result, now, may_go_ahead=may_go_ahead)
+            if result.step_id >= 0:  # else a step of other replicas
+                outputs.updates += self.scheduler.update(result, now, may_go_ahead=may_go_ahead)
             if self.scheduler.awaits_others:
                 self._settle(outputs)
             elif self.scheduler.awaits_answers:
@@ -204,6 +212,7 @@ class EngineCore:
             self._finish_transfers()
         self._masks.close()
         self._executor.shutdown()
+        self._steps.close()
         observers, self._observers = self._observers, ()
         for observer in observers:
             observer.ends()
@@ -256,10 +265,19 @@ class EngineCore:
         return future
 
     def _start_steps(self, outputs: EngineOutputs) -> None:
-        while not self._pause.stops_all and len(self._in_flight) < self._queue_depth and self._unsent is None:
-            plan = self.scheduler.schedule(self._clock.now())
+        while len(self._in_flight) < self._queue_depth and self._unsent is None:
+            waits = self._pause.stops_all or not self._steps.may_begin
+            plan = None if waits else self.scheduler.schedule(self._clock.now())
+            if plan is None and self._steps.is_behind:
+                self._num_joined += 1
+                dummy = StepPlan(-self._num_joined, [], [], [], [], [], is_dummy=True)
+                self._steps.count_step()
+                self._in_flight.append(self._executor.execute(dummy))
+                continue
             if plan is None:
                 break
+            if plan.seq_ids:
+                self._steps.count_step()
             self._in_flight.append(self._execute(plan) if self._observers else self._executor.execute(plan))
             if plan.masked_samples:
                 self._unsent = plan
@@ -342,6 +360,8 @@ class EngineCore:
             case "unregister_prefix":
                 return CallResult(call_id, self.scheduler.unregister_prefix(argument))
             case "sleep":
+                if self._steps.are_common and argument == "2":
+                    raise UserError("sleep at level 2 is not possible: other replicas need this one's experts")
                 self._finish_steps()
                 self._sleep.fall_asleep(argument)
                 return CallResult(call_id, self._sleep.level)

@@ -35,6 +35,7 @@ from quire.engine.router import beginnings_of, make_router
 from quire.errors import EngineDeadError, QuireError
 from quire.kv_cache.stats import EngineStats, add_up, carry_over
 from quire.logging import get_logger
+from quire.parallel.replica_memory import CommonMemory
 from quire.request import EngineRequest, FinishReason
 from quire.utils.failures import explain
 
@@ -50,6 +51,8 @@ MAX_FRUITLESS_DEATHS = 20
 """Deaths in a row without a token that lose a member; a culprit search takes up to 18."""
 STATES = {"sleep": "sleep", "wake_up": "sleep", "pause": "pause", "resume": "pause"}
 """Method -> the call that begins the state which it begins or ends."""
+LAST_STEP_SECONDS = 1.0
+"""Seconds for an engine to end when one that shares its experts has ended."""
 FOR_REQUESTS = ("abort_all", "sleep")
 """Calls about requests, which a member answers while its next engine starts."""
 REPLICA_CALLS = ("stop_replica", "start_replica")
@@ -86,14 +89,17 @@ class Fleet:
         restarts: bool = True,
         hung_engine_timeout: float = 0.0,
         router: str = "prefix-aware",
+        common: CommonMemory | None = None,
     ) -> None:
         """Start the first engine (failure raises); the others start when it is ready. starts: one start function per
         member. restarts: True replaces a dead engine; else its death ends the fleet. hung_engine_timeout: see Member.
-        Raises UserError for an unknown router."""
+        common: shared by engines that end and start together (None: each by itself). Raises UserError for an unknown
+        router."""
         self.members = [Member(number, start, hung_engine_timeout) for number, start in enumerate(starts)]
         if len(starts) == 1:
             self.members[0].name = "the engine"
         self._router = make_router(router, len(starts))
+        self._common = common
         self._restarts, self._ends_hung = restarts, hung_engine_timeout > 0
         self._lock = threading.Condition()
         """Guards the members and everything below. Notified when an engine is ready or must start, and at the end."""
@@ -109,6 +115,7 @@ class Fleet:
         self._arrived: queue.SimpleQueue[Parts] = queue.SimpleQueue()
         """Outputs of several members; an empty one wakes the receiving thread."""
         self.members[0].client = starts[0](None, None)
+        self.members[0].generation = self._generation
         for member in self.members if len(starts) > 1 else ():
             threading.Thread(target=self._run, args=(member,), name=member.name, daemon=True).start()
 
@@ -120,6 +127,10 @@ class Fleet:
             self._lock.wait_for(lambda: self._death is not None or all(member.ready for member in self.members))
             self._raise_if_over()
             return EngineReady.of_all([member.ready for member in self.members if member.ready is not None])
+
+    @property
+    def _generation(self) -> int:
+        return 0 if self._common is None else self._common.generation
 
     @property
     def _first_ready(self) -> EngineReady:
@@ -224,6 +235,10 @@ class Fleet:
         for member in self.members:
             if member.client is not None:
                 member.client.shutdown(max(0.0, deadline - time.monotonic()))
+            if self._common is not None:  # a step waits for one that has ended
+                deadline = min(deadline, time.monotonic() + LAST_STEP_SECONDS)
+        if self._common is not None:
+            self._common.close()
 
     # Requests.
 
@@ -295,6 +310,10 @@ class Fleet:
 
     def _stop_or_start(self, method: str, member: Member) -> None:
         is_wanted = method == "start_replica"
+        if not is_wanted and self._common is not None:
+            text = f"{member.name} cannot be stopped: the others need its experts"
+            self._settle(member, CallResult(0, error=text), ["stop_replica"])
+            return
         if not is_wanted and not any(each.stays_up for each in self.members if each is not member):
             text = f"{member.name} cannot be stopped: none of the others is up to go on with its requests"
             self._settle(member, CallResult(0, error=text), ["stop_replica"])
@@ -374,9 +393,11 @@ class Fleet:
                 outputs = member.receive(deadline)
             except EngineDeadError as death:
                 self._raise_if_over()
-                if member.ready is None or (not member.is_stopping and not self._restarts):
+                is_first = member.ready is None and not member.is_ended_with_others
+                if is_first or (not member.is_stopping and not self._restarts):
                     self._end(death)
                     raise
+                self._end_others(member)
                 parts = self._note_death(member, death)
                 if parts:
                     return parts
@@ -427,7 +448,7 @@ class Fleet:
         parts = Parts(EngineOutputs)
         with self._lock:
             self._raise_if_over()
-            was_stopped = member.is_stopping
+            was_stopped = member.is_stopping or member.is_ended_with_others
             member.note_death(death)
             here = list(member.entries.values())
             running = {entry.request_id: entry.position for entry in here if entry.is_sent and not entry.is_over}
@@ -450,6 +471,19 @@ class Fleet:
                 self._lose(member, f"{member.name} died {member.num_fruitless} times in a row without a token")
             return self._pass_on(parts) if parts else parts
 
+    def _end_others(self, member: Member) -> None:
+        """End engines that share experts with a dead one."""
+        others: list[Member] = []
+        with self._lock:
+            if self._common is not None and self._death is None and member.generation == self._common.generation:
+                others = [each for each in self.members if each is not member and each.client is not None]
+                for other in others:
+                    other.is_ended_with_others = True
+                self._common.renew()
+        for other in others:
+            assert other.client is not None
+            other.client.shutdown(0.0)
+
     def _restart(self, member: Member) -> None:
         for attempt in itertools.count():
             assert member.client is not None
@@ -469,6 +503,7 @@ class Fleet:
                 return
             except (QuireError, OSError, zmq.ZMQError) as error:  # no process, memory or descriptor for a moment
                 self._raise_if_over()
+                self._end_others(member)  # it may have joined a step already
                 reason = str(error) if isinstance(error, QuireError) else explain(error)
                 logger.warning("%s could not be started again: %s", member.name, reason)
                 with self._lock:
@@ -478,9 +513,16 @@ class Fleet:
                         self._lose(member, f"{member.name} could not be started again: {reason}")
 
     def _start(self, member: Member) -> EngineReady:
-        member.client = member.start(self._first_ready, member.stats_before)
-        if self._death is not None:  # a shutdown may have come before the line above
-            member.client.shutdown()
+        ready = self._first_ready
+        with self._lock:
+            member.generation, member.is_ended_with_others = self._generation, False
+        client = member.start(ready, member.stats_before)
+        with self._lock:
+            member.client = client
+            has_others = member.generation == self._generation
+            member.is_ended_with_others |= not has_others
+        if self._death is not None or not has_others:  # a shutdown, or another's death, may have come meanwhile
+            client.shutdown()
         return member.client.ready
 
     def _bring_up(self, member: Member) -> None:
@@ -515,7 +557,7 @@ class Fleet:
         with self._lock:
             death = member.death or EngineDeadError(reason)
             member.is_lost, member.num_fruitless, member.search = True, 0, CulpritSearch()
-            if all(each.is_lost for each in self.members):
+            if self._common is not None or all(each.is_lost for each in self.members):
                 self._end(EngineDeadError(f"{reason}: {death}", summary=reason, error_id=death.error_id))
                 self._raise_if_over()
             log = logger.error if member.is_wanted else logger.warning

@@ -13,6 +13,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import ClientMessage, EngineOutputs
 from quire.engine.output_window import OutputWindow
 from quire.engine.step_log import StepLog
+from quire.engine.steps import OWN_STEPS, StepCount
 from quire.executors.interface import KeepsTime
 from quire.registry import load_target
 from quire.scheduler.interface import SchedulerFactory, paged_scheduler
@@ -24,15 +25,16 @@ def build_core(
     executor: str,
     make_scheduler: SchedulerFactory = paged_scheduler,
     config: EngineConfig | None = None,
+    steps: StepCount = OWN_STEPS,
 ) -> EngineCore:
     """Build a core: resolve the options, load the model, size the cache. Raises ConfigError, ModelLoadError or
     InsufficientMemoryError. executor: `"module:attribute"`, imported here. make_scheduler: see EngineCore. config:
-    resolved `options`, if known."""
+    resolved `options`, if known. steps: see EngineCore."""
     config = resolve(options) if config is None else config
     observers = [] if config.step_log is None else [StepLog(config, config.step_log, SystemClock())]
     workers = load_target(executor)(config)
     clock = workers.agreed_clock if isinstance(workers, KeepsTime) else SystemClock()
-    return EngineCore(config, workers, clock, make_scheduler, _masks(options, config), observers)
+    return EngineCore(config, workers, clock, make_scheduler, _masks(options, config), observers, steps)
 
 
 def _masks(options: EngineOptions, config: EngineConfig) -> MaskSource:

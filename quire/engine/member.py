@@ -108,6 +108,8 @@ class Member:
         self.num_fruitless = 0
         """Number of engine deaths since the last token."""
         self.num_restarts = 0
+        self.generation = 0
+        self.is_ended_with_others = False
         self.stats: EngineStats | None = None
         """Last snapshot of the current engine."""
         self.stats_before: EngineStats | None = None

@@ -253,7 +253,6 @@ class _RequestState:
         return output
 
     def _reported_sequences(self) -> list[_SequenceState]:
-        """All sequences; of ranked samples the best `n`, of a beam search the existing hypotheses."""
         if self._ranks_samples:
             ranked = sorted(self.sequences, key=_SequenceState.rank)[: self._request.params.n]
             for index, sequence in enumerate(ranked):
@@ -362,7 +361,6 @@ class _SequenceState:
             self.mark_finished(update.finish_reason, update.stop_reason)
 
     def _repeats(self, repetition: RepetitionDetector, token_id: int) -> bool:
-        """Add a token to the RepetitionDetector; returns whether a repetition ended the sequence."""
         self._num_tokens += 1
         if not repetition.push(token_id) or self._num_tokens < self._params.min_tokens:
             return False

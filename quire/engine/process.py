@@ -9,12 +9,14 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from quire.clock import SystemClock
+from quire.config.resolve import resolve
 from quire.engine.core import BLOCKED_SECONDS, EngineCore
 from quire.engine.heartbeat import EngineBeats, takes_long
 from quire.engine.long_prompts import ArrivingPrompts
@@ -23,8 +25,10 @@ from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, En
 from quire.engine.output_window import OutputWindow
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
 from quire.engine.remote_client import pull_socket, push_socket
+from quire.engine.steps import OWN_STEPS
 from quire.errors import ConfigError, QuireError, UserError
 from quire.logging import configure_logging, get_logger
+from quire.parallel.replica_memory import CommonSteps
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
 from quire.utils.heartbeat import Progress, start_beating
@@ -55,13 +59,20 @@ class Channel:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)
+        self._steps: CommonSteps | None = None
+
+    def watch(self, steps: CommonSteps) -> None:
+        self._steps = steps
+        self._poller.register(steps.bell, zmq.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a message or signal arrives, at most `seconds`; returns at once while parts of a long prompt wait
-        to be decoded."""
+        """Sleep until a message, a signal or another replica's step arrives, at most `seconds`; returns at once while
+        parts of a long prompt wait to be decoded."""
         ready = dict(self._poller.poll(0 if self._arrivals else int(1000 * seconds)))
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(64)
+        if self._steps is not None and self._steps.bell in ready:
+            self._steps.hush()
 
     def has_arrival(self) -> bool:
         """True if `wait` would return at once."""
@@ -134,7 +145,12 @@ def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag, beats: Engine
                 "distributed_executor_backend='external_launcher' is for LLM, whose engine runs in its caller's thread",
                 param="distributed_executor_backend",
             )
-        core = build_core(spec.options, spec.executor)
+        config, steps = resolve(spec.options), OWN_STEPS
+        if spec.replicas is not None:
+            config = replace(config, replicas=spec.replicas)
+            steps = common = CommonSteps(spec.replicas)
+            channel.watch(common)
+        core = build_core(spec.options, spec.executor, config=config, steps=steps)
     except QuireError as error:
         param = error.param if isinstance(error, UserError) else None
         return EngineFailed(str(error), True, type(error).__name__, param)

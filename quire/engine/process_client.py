@@ -16,6 +16,7 @@ import zmq
 
 from quire import envs, errors
 from quire.config.options import EngineOptions
+from quire.config.parallel import ReplicaSet
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.engine_process import EngineProcess
 from quire.engine.heartbeat import ENGINE_STOPPED, name_stopped
@@ -47,6 +48,7 @@ class LaunchSpec(msgspec.Struct):
     directory: str
     alive_fd: int
     """Write end of the pipe for heartbeats (quire/utils/heartbeat.py); it closes when the process ends."""
+    replicas: ReplicaSet | None = None
 
 
 class ProcessClient(RemoteClient[EngineFailed], EngineClient):
@@ -60,17 +62,18 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
         name: str = "engine",
         process: EngineProcess | None = None,
+        replicas: ReplicaSet | None = None,
     ) -> None:
         """Client of an engine process. executor: `"module:attribute"` of a callable from EngineConfig to Executor,
-        imported by the process. name: process title after "quire: ". process: waiting process; None: start one."""
+        imported by the process. name: process title after "quire: ". process: waiting process; None: start one.
+        replicas: see EngineConfig."""
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
         with contextlib.ExitStack() as undo:
             undo.callback(self._directory.remove)
             process = EngineProcess(name) if process is None else process
             undo.callback(kill, process.popen)
-            process.tell(
-                msgspec.json.encode(LaunchSpec(options, executor, str(self._directory.path), process.child_fd))
-            )
+            spec = LaunchSpec(options, executor, str(self._directory.path), process.child_fd, replicas)
+            process.tell(msgspec.json.encode(spec))
             self._process, self._alive_fd = process.popen, process.alive_fd
             self._abandon = weakref.finalize(self, _abandon, self._process, self._directory, os.getpid())
             undo.pop_all()

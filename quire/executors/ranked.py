@@ -100,7 +100,7 @@ class RankedExecutor:
         return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        sampled = self._sampled
+        sampled = None if plan.is_dummy else self._sampled
         started = self._workers.execute(plan if sampled is None else sampled.bring(plan))
         agreed: Future[StepResult] = Future()
         agreed.set_running_or_notify_cancel()

@@ -171,7 +171,6 @@ class RayRanks(RankCalls):
 
 
 def _connect(num_cpus: int) -> bool:
-    """Join a cluster, or start one with `num_cpus`; returns whether this call has connected."""
     if ray.is_initialized():
         return False
     options: dict[str, Any] = {"logging_level": "ERROR"}

@@ -18,6 +18,14 @@ IntegersT = TypeVar("IntegersT", int, np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangedExperts:
+    """native: `_native.ExpertExchange`. ranks: rank of each expert, by its number."""
+
+    native: Any
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class NormWeights:
     """Weights of a norm. weight, bias: [size] in the activations' dtype (or float32: the product is rounded once);
     None: ones and zeros. centred: LayerNorm (subtracts the mean), else RMSNorm."""
@@ -346,7 +354,7 @@ class ExpertWeights:
     gate above up; down: [size, intermediate] each. weighs_input: a token's weight multiplies the expert's input, else
     its result. counts: None if nothing is counted. places: [num_experts, 3] int32, rows of `places_of`, which may
     change between steps (None: all experts are here, in order). apart: results are not added, but left for
-    `Operations.add_experts`."""
+    `Operations.add_experts`. exchange: ranks of several replicas hold the experts, and bring rows of their own."""
 
     gate_up: Sequence[Any]
     down: Sequence[Any]
@@ -356,3 +364,4 @@ class ExpertWeights:
     places: torch.Tensor | None = None
     apart: bool = False
     adapters: AddsToExperts | None = None
+    exchange: ExchangedExperts | None = None

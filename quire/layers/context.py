@@ -11,7 +11,7 @@ from quire.layers.adapters import AdapterPlace, Adapters
 from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import Operations
-from quire.parallel.interface import ProcessGroup
+from quire.parallel.interface import ExpertExchange, ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.quantization.integer_weight import LoadWeight
@@ -25,7 +25,7 @@ class LayerContext:
     all but linear maps and attention. linear, vocabulary, positions: storage of linear layers, vocabulary matrices, and
     position tables (and routers). expert_counts: counters of the experts' rows, or None. cache_scales: scales of an fp8
     cache by layer. adapters: model's adapters, or None. stage: layers that this rank computes. expert_placement,
-    balancer, dealt_to: see LoadConfig."""
+    balancer, dealt_to: see LoadConfig. exchange: with other replicas' experts, or None."""
 
     dtype: torch.dtype
     device: torch.device
@@ -42,6 +42,7 @@ class LayerContext:
     expert_placement: str | None = None
     balancer: ExpertBalancer | None = None
     dealt_to: int = 1
+    exchange: ExpertExchange | None = None
 
     def replicated(self) -> LayerContext:
         """Copy for layers that every rank computes entirely."""

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.kernels.arguments import ExpertWeights, Gating, Routing
+from quire.kernels.arguments import ExchangedExperts, ExpertWeights, Gating, Routing
 from quire.kernels.value import Value
 from quire.layers.adapters import Part
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
@@ -96,7 +96,8 @@ class MixtureOfExperts:
         shared: SharedExpert | None = None,
     ) -> None:
         self._context = context
-        self._size = size = shape.size
+        self._size = self.size = size = shape.size
+        self.top_k = routing.top_k
         self._intermediate = shape.intermediate
         self._bias = bias = shape.bias
         self._shared = shared
@@ -113,10 +114,12 @@ class MixtureOfExperts:
         balancer, places = context.balancer, None
         held: Sequence[int] = range(count)
         placement: Placement = ()
-        if group.size > 1 and context.expert_placement is not None:
-            placement = _placement(context, count)
-            places = torch.tensor(places_of(placement, group.rank, count), dtype=torch.int32)
-            held = placement[group.rank]
+        exchange, exchanged = context.exchange, None
+        ranks = group if exchange is None else exchange
+        if ranks.size > 1 and context.expert_placement is not None:
+            placement = _placement(context, count, ranks.size)
+            places = torch.tensor(places_of(placement, ranks.rank, count), dtype=torch.int32)
+            held = placement[ranks.rank]
         else:
             self._start, self._local = share_of(shape.intermediate, group.size, group)
             self._has_down_bias = bias and group.rank == 0
@@ -134,7 +137,13 @@ class MixtureOfExperts:
             inner = Part(shape.intermediate, self._start, self._local)
             self._adapters = ExpertAdapters(context.adapters, count, size, inner)
         weighs, adapters = shape.weighs_input, self._adapters
-        self._weights = ExpertWeights(*stacks, gating, weighs, counts, places, apart=is_balanced, adapters=adapters)
+        if exchange is not None:
+            holders = {number: rank for rank, own in enumerate(placement) for number in own}
+            exchanged = ExchangedExperts(exchange.native, [holders[number] for number in range(count)])
+            exchange.add_layer(self)
+        self._weights = ExpertWeights(
+            *stacks, gating, weighs, counts, places, apart=is_balanced, adapters=adapters, exchange=exchanged
+        )
         if balancer is not None and is_balanced:
             balancer.add_layer(BalancedExperts(self._weights, placement, group))
 
@@ -144,12 +153,15 @@ class MixtureOfExperts:
         routing = operations.route(self._routing, self._router(x))
         if self._shared is not None:
             residual = self._shared(x, residual)
-        if group.size == 1:
+        if group.size == 1 or self._weights.exchange is not None:
             return linear.apply_experts(self._weights, x, routing, residual)
         total = operations.all_reduce(group, linear.apply_experts(self._weights, x, routing))
         if self._weights.apart:
             return operations.add_experts(total, routing, residual, weighs_input=self._weights.weighs_input)
         return operations.add(residual, total)
+
+    def record_experts(self, x: Value, routing: Value, residual: Value) -> Value:
+        return self._context.linear.apply_experts(self._weights, x, routing, residual)
 
     def slots(self, names: ExpertNames) -> WeightSlots:
         slots = self._router.slots((names.router,))
@@ -256,8 +268,7 @@ class MixtureOfExperts:
         return stored((self._local, self._size)), stored((self._size, self._local)), stored((self._local,)), bias
 
 
-def _placement(context: LayerContext, count: int) -> Placement:
-    size = context.group.size
+def _placement(context: LayerContext, count: int, size: int) -> Placement:
     if count < size:
         raise ConfigError(
             f"enable_expert_parallel is not possible: {count} experts are fewer than tensor_parallel_size={size}",

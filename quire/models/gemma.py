@@ -65,5 +65,4 @@ def _style(config: ModelConfig, context: LayerContext, attention_cap: float | No
 
 
 def _embedding_factor(config: ModelConfig, context: LayerContext) -> float:
-    """Square root of the hidden size, rounded to the embeddings' dtype as in training."""
     return float(torch.tensor(config.hidden_size**0.5).to(context.dtype))

@@ -37,7 +37,7 @@ from quire.models.staged import StagedModel
 from quire.models.tied_head import as_embedding, with_head_of
 from quire.models.vision import TorchVision, VisionEncoder, VisionTower
 from quire.models.weight_files import Progress, Tensors, WeightFiles, find_weights, whole_tensors
-from quire.parallel.interface import ProcessGroup
+from quire.parallel.interface import ExpertExchange, ProcessGroup
 from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.unquantized import UnquantizedLinear
@@ -58,11 +58,12 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 class Extras(NamedTuple):
     """Optional parts of a model; None: off. expert_counts: counters of experts' rows. adapters: the model's. balancer:
-    collects layers whose experts change their ranks."""
+    collects layers whose experts change their ranks. exchange: see LayerContext."""
 
     expert_counts: ExpertCounters | None = None
     adapters: ModelAdapters | None = None
     balancer: ExpertBalancer | None = None
+    exchange: ExpertExchange | None = None
 
 
 NO_EXTRAS = Extras()
@@ -102,6 +103,7 @@ def load_model(
         stage=stage,
         expert_placement=load.expert_placement,
         balancer=extras.balancer,
+        exchange=extras.exchange,
         dealt_to=load.dealt_to,
     )
     model = build_model(config, context, _native_calls(config, runtime))
@@ -325,7 +327,6 @@ def _packed_device_linear(config: ModelConfig, plain: DeviceLinear, layers: Devi
 
 
 def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
-    """Raise ModelLoadError if config.json describes more weights than files can hold. Returns the model's outline."""
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:

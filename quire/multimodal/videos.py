@@ -75,7 +75,6 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
         return DECODER_BYTES + COPIES * 3 * most
 
     def _most_pixels(self, num_frames: int) -> int:
-        """Upper estimate of the pixels of all resized frames."""
         side = self.image.patch_size * self.image.merge_size
         least = side**2 if self.max_tokens is None else max(side**2, int(self.min_pixels * 1.05))
         return max(self.max_pixels, num_frames * least)
@@ -333,7 +332,6 @@ def _opened(data: bytes, kind: str) -> Any:
 
 
 def _num_frames(packets: Iterable[Any], codec: str) -> int:
-    """Number of packets with a frame that is shown, up to one beyond the limit."""
     shown = (each for each in packets if each.size and not each.is_discard and not each.is_corrupt)
     if codec in ("vp8", "libvpx"):
         shown = (each for each in shown if memoryview(each)[0] & _VP8_SHOWN)

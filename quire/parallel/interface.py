@@ -7,6 +7,35 @@ from typing import Any, Protocol
 import torch
 
 
+class ExchangedLayer(Protocol):
+    size: int
+    top_k: int
+
+    def record_experts(self, x: Any, routing: Any, residual: Any) -> Any:
+        """x and residual [T, size], routing [T, 2 * top_k] -> [T, size]."""
+        ...
+
+
+class ExpertExchange(Protocol):
+    """Exchange between replicas that share experts. Ranks are numbered replica by replica."""
+
+    rank: int
+    size: int
+    native: Any
+
+    def add_layer(self, layer: ExchangedLayer) -> None: ...
+
+    def begin_step(self) -> None:
+        """Warm-up before the first call runs alone."""
+        ...
+
+    def join_step(self) -> None:
+        """Step without rows."""
+        ...
+
+    def release_workspaces(self) -> None: ...
+
+
 class ProcessGroup(Protocol):
     """Fixed set of ranks, which call the collectives in the same order, with tensors of one shape and dtype; results
     are new tensors, or the argument for one rank."""

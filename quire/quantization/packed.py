@@ -191,6 +191,11 @@ class PackedLinear:
             places=0 if weights.places is None else weights.places.data_ptr(),
             num_placed=0 if weights.places is None else len(weights.places),
             **({} if weights.adapters is None else weights.adapters.recorded()),
+            **(
+                {}
+                if weights.exchange is None
+                else {"exchange": weights.exchange.native, "ranks": weights.exchange.ranks}
+            ),
         )
 
     def trim(self) -> None:

@@ -220,7 +220,6 @@ class AnswerFormat:
         return plain
 
     def _has_special_markers(self) -> bool:
-        """True if a marker is a special token, which texts would omit."""
         formats = self._formats
         marks: tuple[str, ...] = () if formats.reasoning is None else formats.reasoning.markers
         for tools in (self._channels, formats.tools if self._mode == "auto" else None):

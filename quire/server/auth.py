@@ -134,7 +134,6 @@ def _check_admin(client: Client, keys: KeyRing, *, is_local: bool) -> None:
 
 
 def _is_local(request: Request) -> bool:
-    """True if the client runs on this machine and no proxy forwards for it."""
     if request.client is None or any(name in request.headers for name in _FORWARDED):
         return False
     try:

@@ -340,7 +340,6 @@ def _append_to(path: Path) -> BinaryIO:
 
 
 def _check_room(journal: Path) -> None:
-    """Raise OSError if the disk is full: before lines are answered whose results would be lost."""
     with _append_to(journal) as file:
         length = file.tell()
         try:
@@ -361,7 +360,6 @@ async def _on_threads(store: FileStore, lines: Iterator[bytes]) -> AsyncGenerato
 
 
 def _retry_after(answer: httpx.Response) -> float | None:
-    """Seconds until a line is asked again that was not answered, but refused for now."""
     if answer.status_code not in _RETRIED:
         return None
     given = answer.headers.get("retry-after", "1")

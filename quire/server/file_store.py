@@ -217,7 +217,6 @@ class Space:
         return reserved + sum(each.num_bytes for each in self._all_files()) + self._num_batch_bytes()
 
     def _num_batch_bytes(self) -> int:
-        """Bytes of results so far, and of batches' input whose file is gone."""
         total = 0
         with os.scandir(self.batches) as entries:
             for entry in entries:

@@ -125,7 +125,6 @@ def _refusal(settings: ServerSettings, port: int, error: OSError) -> ConfigError
 
 
 def _bind_path(settings: ServerSettings, path: str) -> socket.socket:
-    """Bind a Unix socket for the process's user and group. Replaces the socket of an ended server."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket() and not _answers(path):

@@ -380,7 +380,6 @@ class _LlamaAnswer:
 
 
 def _at(fields: dict[str, Any], path: str) -> Any:
-    """Value at a path such as `timings/prompt_n`, None: absent."""
     value: Any = fields
     for name in path.split("/"):
         value = value.get(name) if isinstance(value, dict) else None

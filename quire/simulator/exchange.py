@@ -29,8 +29,9 @@ def exchange_of(
 ) -> RankTraffic:
     """Traffic of a layout's ranks, for `quire plan` and sweeps. head_width: see SpeculationConfig."""
     within = 0
-    if layout.tp > 1:
+    if layout.tp > 1 or layout.replicas_together > 1:
         within = sum(_in_layer(layer, shape.hidden, layout) for layer in shape.layers)
+    if layout.tp > 1:
         within += shape.embedding_width + -(-shape.vocab // layout.tp)
     prompt = 0
     if layout.pcp > 1:
@@ -41,15 +42,16 @@ def exchange_of(
 def _in_layer(layer: LayerShape, hidden: int, layout: ParallelConfig) -> int:
     """Elements that a rank gives for a token in one layer."""
     experts, attention = layer.experts, layer.attention
-    elements = hidden
+    summed = hidden if layout.tp > 1 else 0
+    elements = summed
     if experts is None:
-        elements += hidden
+        elements += summed
     else:
-        elements += hidden if experts.shared_intermediate else 0
-        if layout.replicas_together > 1:
-            elements += 2 * experts.num_active * hidden  # each token's row to its experts, and back
+        elements += summed if experts.shared_intermediate else 0
+        if layout.replicas_together > 1:  # a row with its routing to all ranks, and what its experts give back
+            elements += hidden + 2 * experts.num_active + experts.num_active * hidden // layout.tp
         else:
-            elements += hidden * (1 if layout.redundant_experts is None else experts.num_active)
+            elements += summed * (1 if layout.redundant_experts is None else experts.num_active)
     if layout.dcp > 1:
         heads = attention.num_heads // layout.tp
         elements += heads * (attention.scored_dim + layout.dcp * (attention.attended_dim + 1))

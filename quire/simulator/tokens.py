@@ -105,7 +105,6 @@ def is_turn(new: NewSequence) -> bool:
 
 
 def _uniform(*values: int) -> float:
-    """A number above 0 and at most 1 from a hash, equal for equal values in every process."""
     mixed = hash(values) & _WORD  # hashes of neighbouring numbers are not independent
     mixed ^= mixed >> 33
     mixed = mixed * _MULTIPLIER & _WORD

@@ -216,13 +216,11 @@ def _narrower(first: Bound | None, second: Bound | None, sign: int) -> Bound | N
 
 
 def _integer(bound: Bound, sign: int) -> int:
-    """First integer inside. sign: 1 for the lower bound."""
     found = int(bound.value.to_integral_value(ROUND_CEILING if sign > 0 else ROUND_FLOOR))
     return found + sign if bound.is_exclusive and bound.value == found else found
 
 
 def _is_trusted(low: Bound | None, high: Bound | None) -> bool:
-    """True if llguidance follows these bounds: doubles of at most 15 digits."""
     for bound in (low, high):
         if (
             bound is not None

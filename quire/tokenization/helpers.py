@@ -398,7 +398,6 @@ def _describe(status: int | None) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
-    """Kill a helper; also runs when the interpreter exits."""
     if os.getpid() != owner:
         return  # a fork of the owner is ending, and the process is not the fork's
     kill(process)

@@ -48,7 +48,6 @@ class StopTable:
         self.stop_at[node] = stop
 
     def _link(self) -> None:
-        """Set failure links, breadth first: the longest proper suffix that is a node."""
         queue = list(self.next[0].values())
         for node in queue:
             for char, child in self.next[node].items():

@@ -122,7 +122,6 @@ class TemplateRenderer:
 
 
 def _mark_final(message: dict[str, Any]) -> str:
-    """Put the mark after the message's (last) text; return that text, stripped."""
     if not message["content"]:
         raise ContinuationError("continue_final_message: the final message has no content")
     text = str(message["content"][-1]["text"])
@@ -161,5 +160,4 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Template filter `tojson`, without the HTML escapes of Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -84,7 +84,6 @@ def _check_merge(file: Path, text: str) -> None:
 
 
 def _long_runs(content: bytes, mark: bytes, length: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of runs of more than `length` bytes without `mark`."""
     start = 0
     while start + length < len(content):
         last = content.rfind(mark, start, start + length + 1)

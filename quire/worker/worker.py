@@ -212,16 +212,20 @@ class Worker:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start one plan. After an error the request state is undefined, and every later plan fails. Raises
         interrupts."""
-        assert self._runner is not None, "allocate comes before launch"
         previous = self._last
         if previous is not None and previous.has_failed:
             refusal = QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
             return PendingStep(plan.step_id, None, None, refusal)
         try:
+            if plan.is_dummy:
+                return self._join_step(plan.step_id)
             self._connector.begin_plan(plan)
             self._adapters.begin_plan(plan)
             if self.platform.balancer is not None and plan.seq_ids:
                 self.platform.balancer.before_step()
+            assert self._runner is not None, "allocate comes before launch"
+            if self.platform.exchange is not None and plan.seq_ids:
+                self.platform.exchange.begin_step()
             launched = self._runner.launch(plan)
         except BaseException as error:
             self._last = PendingStep(plan.step_id, None, None, error)
@@ -229,6 +233,12 @@ class Worker:
                 raise
         else:
             self._last = PendingStep(plan.step_id, partial(self._collect, launched), previous)
+        return self._last
+
+    def _join_step(self, step_id: int) -> PendingStep:
+        assert self.platform.exchange is not None, "replicas share experts"
+        self.platform.exchange.join_step()
+        self._last = PendingStep(step_id, partial(StepResult, step_id, []), self._last)
         return self._last
 
     @_computes
@@ -255,6 +265,8 @@ class Worker:
         self._last = None
         self._release_pools()
         self._model.release_workspaces()
+        if self.platform.exchange is not None:
+            self.platform.exchange.release_workspaces()
         if self.platform.draft_model is not None:
             self.platform.draft_model.model.release_workspaces()
         if self._images is not None:

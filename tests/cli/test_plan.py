@@ -170,6 +170,15 @@ def test_bounds_follow_from_bytes_and_bandwidth(model: str, capsys: pytest.Captu
         assert entry["tokens_per_second"] == pytest.approx(batch_size * 1e9 / step_bytes)
 
 
+def test_replicas_that_share_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "qwen3-30b-a3b", "--gpu", "h200", "--tp", "2", "--dp", "2", "-ep"]) == 0
+    text = capsys.readouterr().out
+    assert "2 (tp=2 pp=1 dp=2 ep=4); each, at most, 14.9 GiB of weights" in text
+    assert "sent a token  1.3 MiB within layers" in text
+    assert main(["plan", "qwen3-30b-a3b", "--gpu", "h200", "--dp", "2", "-ep"]) == 0
+    assert "1 (tp=1 pp=1 dp=2 ep=2)" in capsys.readouterr().out
+
+
 def test_predictions_are_the_cost_models(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan_json(capsys, model, "--gpu", "l4", "--tokens", "100", "--max-num-seqs", "4")
     assert not found["is_bound"]

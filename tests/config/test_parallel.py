@@ -107,7 +107,10 @@ def test_experts_are_dealt_whole(model: str) -> None:
     assert (config.parallel.ep, config.load.expert_placement) == (1, None)
     assert resolved(model, tensor_parallel_size=2).parallel.ep == 1
     for options, message in (
-        ({"data_parallel_size": 2}, "the ranks of one replica share experts out so far"),
+        (
+            {"data_parallel_size": 4},
+            "the model's 6 experts are fewer than tensor_parallel_size=2 times data_parallel_size=4",
+        ),
         ({"expert_placement_strategy": "random"}, "must be one of"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -115,6 +118,28 @@ def test_experts_are_dealt_whole(model: str) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_experts": 1, "num_experts_per_tok": 1}))
     with pytest.raises(ConfigError, match="the model's 1 experts are fewer than tensor_parallel_size=2"):
         resolved(model, **asked)
+
+
+def test_experts_that_replicas_share(model: str) -> None:
+    path = Path(model) / "config.json"
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "decoder_sparse_step": 1}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "mlp_only_layers": []}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **experts, **names}))
+    asked = {"data_parallel_size": 3, "enable_expert_parallel": True, "attention_backend": "native"}
+    config = resolved(model, **asked)
+    assert (config.load.expert_placement, config.parallel.num_devices, config.executor) == ("linear", 1, "uni")
+    assert config.replicas is None, "the fleet names them"
+    assert resolved(model, **asked, tensor_parallel_size=2, pipeline_parallel_size=2).executor == "mp"
+    for options, message in (
+        ({"attention_backend": "torch"}, "attention_backend='torch' computes with the experts of one replica"),
+        ({"distributed_executor_backend": "ray"}, "ray"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size deals out a replica's own rows"),
+        ({"enable_lora": True}, "enable_lora: rows of other replicas come without their adapters"),
+        ({"enable_eplb": True, "tensor_parallel_size": 2}, "enable_eplb moves experts among the ranks of one replica"),
+        ({"load_draft_head": True}, "a model that makes drafts has other steps"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolved(model, **{**asked, **options})
 
 
 def test_experts_that_move(model: str) -> None:

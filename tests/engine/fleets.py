@@ -10,6 +10,7 @@ from quire.engine.fleet import Fleet
 from quire.engine.messages import EngineReady
 from quire.kv_cache.stats import EngineStats
 from quire.outputs import SequenceUpdate
+from quire.parallel.replica_memory import CommonMemory
 from tests.engine.requests import Heard
 from tests.fakes.gated import GatedClient
 
@@ -26,7 +27,13 @@ def started(fleet: Fleet) -> Fleet:
 class Gated:
     """A fleet whose engines, also those that follow one that was killed, make the steps that a test lets through."""
 
-    def __init__(self, options: EngineOptions, count: int = 2, router: str = "round-robin") -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        count: int = 2,
+        router: str = "round-robin",
+        common: CommonMemory | None = None,
+    ) -> None:
         self.engines: list[list[GatedClient]] = [[] for _ in range(count)]
 
         def starter(number: int) -> Callable[..., GatedClient]:
@@ -37,7 +44,7 @@ class Gated:
             return start
 
         starts = [starter(number) for number in range(count)]
-        self.fleet = started(Fleet(starts, router=router, hung_engine_timeout=1000.0))
+        self.fleet = started(Fleet(starts, router=router, hung_engine_timeout=1000.0, common=common))
 
     def __getitem__(self, number: int) -> GatedClient:
         """The engine that the member has now."""

@@ -22,6 +22,7 @@ from quire.engine.process_client import ProcessClient
 from quire.engine.router import PREFIX_TOKENS
 from quire.errors import ConfigError, EngineDeadError, InternalError, ModelLoadError, UserError
 from quire.kv_cache.stats import EngineStats, add_up, carry_over
+from quire.parallel.replica_memory import CommonMemory
 from quire.request import FinishReason
 from tests.engine.driving import add, call, stats, tokens_until_finished
 from tests.engine.fleets import PATIENCE, Gated, note, owners, started, wait_for
@@ -368,6 +369,38 @@ def test_counters_do_not_fall_while_a_member_is_away(gated: Gated) -> None:
     after = stats(gated.fleet)
     assert after.generation_tokens_total == before.generation_tokens_total == 24
     assert (after.finished_requests_total, after.num_blocks) == (4, before.num_blocks)
+
+
+def test_a_death_ends_all_engines_that_share_experts(options: EngineOptions) -> None:
+    """All start again over other memory, and go on with the tokens that they would have had; no request is blamed."""
+    common = CommonMemory(2)
+    gated, heard = Gated(options, common=common), Heard()
+    fleet = gated.fleet
+    try:
+        asked = [request(number, max_tokens=50) for number in range(2)]
+        fleet.send(*map(AddRequest, asked))
+        gated.step(0, heard, 2)
+        gated.step(1, heard, 2)
+        fleet.send(Call(7, "stop_replica", "0"))
+        outputs = fleet.receive(PATIENCE)
+        assert outputs is not None
+        [result] = outputs.results
+        assert result.error == "replica 0 cannot be stopped: the others need its experts"
+        before = [gated[0], gated[1]]
+        gated[0].kill()
+        wait_for(lambda: before[1].was_shut_down)
+        before[1].let(1)
+        wait_for(lambda: fleet.num_restarts == 2)
+        assert common.generation == 2
+        assert all(each.was_shut_down for each in before)
+        assert not any(member.search.is_searching for member in fleet.members)
+        gated.open()
+        hear_rest(fleet, asked, heard)
+        for name in ("r0", "r1"):
+            assert sum(len(update.new_token_ids) for update in heard[name, 0]) == 50
+    finally:
+        gated.open()
+        fleet.shutdown()
 
 
 def test_an_abort_while_the_engine_of_the_request_starts(gated: Gated) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from quire.config.options import EngineOptions
+from quire.config.parallel import ReplicaSet
 from quire.engine.messages import EngineReady
 from quire.engine.open_fleet import open_fleet
 from quire.errors import EngineDeadError
@@ -16,8 +18,15 @@ from quire.kv_cache.stats import EngineStats
 class Recorded:
     """Stands for an engine process that is never ready."""
 
-    def __init__(self, made: list[Recorded], options: EngineOptions, executor: str, name: str = "engine") -> None:
-        self.options, self.executor, self.name = options, executor, name
+    def __init__(
+        self,
+        made: list[Recorded],
+        options: EngineOptions,
+        executor: str,
+        name: str = "engine",
+        replicas: ReplicaSet | None = None,
+    ) -> None:
+        self.options, self.executor, self.name, self.replicas = options, executor, name, replicas
         self.silence = 0.0
         self.stopped: int | None = None
         made.append(self)
@@ -55,6 +64,26 @@ def test_each_engine_is_told_its_blocks_its_share_and_its_log(made: list[Recorde
     assert [each.num_blocks_override for each in options] == [None, 40, 40, 40]
     assert [each.swap_space for each in options] == ["1GiB", "1GiB", 60, 60], "of which each takes a half"
     fleet.shutdown()
+
+
+def test_engines_that_share_experts_share_memory(made: list[Recorded]) -> None:
+    """Those of one generation: after a death all get another one."""
+    fleet = open_fleet(EngineOptions(data_parallel_size=2, enable_expert_parallel=True), "executor")
+    ready = EngineReady(100, num_blocks=40, block_size=16, seconds={}, backend="")
+    fleet.members[1].start(ready, None)
+    first, second = (each.replicas for each in made)
+    assert first is not None
+    assert second is not None
+    assert (first.number, second.number, first.count) == (0, 1, 2)
+    assert (first.memory, first.bells) == (second.memory, second.bells)
+    assert fleet._common is not None
+    inode = os.stat(first.memory).st_ino
+    fleet._common.renew()
+    fleet.members[1].start(ready, None)
+    assert made[2].replicas is not None
+    assert os.stat(made[2].replicas.memory).st_ino != inode
+    fleet.shutdown()
+    assert not os.path.exists(first.memory)
 
 
 def test_one_engine_has_no_number(made: list[Recorded]) -> None:

@@ -117,3 +117,11 @@ def test_a_rank_outside_its_group_is_refused(rank: int) -> None:
     memory = allocate(_native.SharedRanks.num_bytes(2))
     with pytest.raises(ValueError, match="a rank is one of its group"):
         _native.SharedRanks(memory.data_ptr(), rank, 2, 100, 1.0)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, 1, 1, 1, 1), (1, 0, 1, 1, 1), (1, 1, 0, 1, 1), (1, 1, 1, 0, 1), (65, 1, 1, 1, 1)]
+)
+def test_an_exchange_without_room_is_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="an exchange of rows needs sizes of at least 1, and few replicas"):
+        _native.ExpertExchange.num_bytes(*sizes)

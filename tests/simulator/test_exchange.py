@@ -18,6 +18,7 @@ from quire.models.loader import load_model
 from quire.parallel.single import SINGLE_RANK
 from quire.parallel.stage import Stage
 from quire.simulator.exchange import exchange_of
+from quire.simulator.shape import find_shape
 from tests.fakes.ranks import ThreadRank, run_ranks
 from tests.models.families import deepseek_v3, llama, qwen2_moe, qwen3, qwen3_moe
 from tests.models.harness import randomize, save
@@ -87,6 +88,16 @@ def test_bytes_are_those_of_a_token(tmp_path: Path, name: str, layout: ParallelC
     expected = exchange_of(config.resolved_shape(), layout)
     assert run_ranks(layout.tp, compute) == [expected.within] * layout.tp
     assert expected.between == 0
+
+
+def test_bytes_of_replicas_that_share_experts() -> None:
+    """A row with its routing, and results of the experts, shared by a replica's ranks; two sums of attention."""
+    shape = find_shape("qwen3-30b-a3b")
+    row, layers = 2048, 48
+    exchanged = layers * (row + 16 + 8 * row)
+    assert exchange_of(shape, ParallelConfig(dp=2, ep=2)).within == 4 * exchanged
+    summed = layers * (row + row + 16 + 8 * row // 2) + row + shape.vocab // 2
+    assert exchange_of(shape, ParallelConfig(2, dp=2, ep=4)).within == 4 * summed
 
 
 class CountingLink:

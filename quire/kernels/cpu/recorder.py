@@ -273,7 +273,6 @@ def fuse_adapters(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> lis
 
 
 def _is_expansion_of(call: KernelCall, shrink: KernelCall, linear: KernelCall, num_readers: Counter[Buffer]) -> bool:
-    """True if `call` adds the adapters of `shrink` to `linear`'s output, which nothing else reads."""
     return (
         (linear.kernel, shrink.kernel, call.kernel) == ("linear", "adapter_shrink", "adapter_expand")
         and call.over is linear.out
@@ -315,7 +314,6 @@ def _count_readers(calls: Sequence[KernelCall]) -> Counter[Buffer]:
 
 
 def _is_input_norm(norm: KernelCall, call: KernelCall) -> bool:
-    """True if `call` is a linear layer over `norm`'s output that does not overwrite `norm`'s input."""
     return (
         (norm.kernel, call.kernel) == ("norm", "linear")
         and not norm.in_place

@@ -31,7 +31,7 @@ from quire.models.loader import TORCH_DTYPES, Extras, load_head, load_model, loa
 from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
 from quire.multimodal.inputs import NoImages, image_inputs
-from quire.parallel.interface import ProcessGroup
+from quire.parallel.interface import ExpertExchange, ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.sampling.kernels import SamplingKernels
@@ -93,6 +93,7 @@ class CpuPlatform:
         self.draft_model: DraftModel | None = None
         self.expert_counts = ExpertCounters() if config.load.counts_experts else None
         self.balancer: ExpertBalancer | None = None
+        self.exchange: ExpertExchange | None = None
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
 
@@ -154,7 +155,8 @@ class CpuPlatform:
         if self.stage.count > 1:
             code["layers"] = f"{self.stage.layers.start} to {self.stage.layers.stop}"
         if self._config.load.expert_placement is not None:  # placement changes the order of a layer's sums
-            code["experts"] = self._config.load.expert_placement if self._config.load.balance is None else "apart"
+            is_apart = self._config.load.balance is not None or self._config.replicas is not None
+            code["experts"] = "apart" if is_apart else self._config.load.expert_placement
         if self._dealt is not None:
             code["tokens"] = f"runs of {self._dealt.deal.run} in turns to {self._dealt.deal.num_ranks}"
         return code
@@ -166,17 +168,30 @@ class CpuPlatform:
         shown = progress if self._group.rank == self._sharing.rank == 0 and self.stage.is_first else None
         self.adapters = self._make_adapters()
         self.balancer = None if config.load.balance is None else ExpertBalancer(config.load.balance)
+        self.exchange = self._make_exchange()
         model = load_model(
             config.model,
             config.load,
             self._group,
             shown,
             self._runtime,
-            extras=Extras(self.expert_counts, self.adapters, self.balancer),
+            extras=Extras(self.expert_counts, self.adapters, self.balancer, self.exchange),
             stage=self.stage,
         )
         self.draft_model = self._load_draft_model(model) if self.stage.is_last else None
         return model
+
+    def _make_exchange(self) -> ExpertExchange | None:
+        config = self._config
+        if config.replicas is None:
+            return None
+        from quire.parallel.expert_exchange import SharedMemoryExchange  # the native module may not be built
+
+        assert self._runtime is not None, "replicas that share experts run native kernels"
+        place, max_rows = (self.stage.number, self._group.rank), config.scheduler.max_num_batched_tokens
+        return SharedMemoryExchange(
+            config.replicas, config.parallel, place, config.model.shape, max_rows, self._runtime
+        )
 
     def _load_draft_model(self, model: CausalLM) -> DraftModel | None:
         config = self._config.speculation.draft

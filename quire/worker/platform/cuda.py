@@ -34,7 +34,7 @@ from quire.models.loader import NO_EXTRAS, TORCH_DTYPES, Extras, load_head, load
 from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
 from quire.multimodal.inputs import NoImages, image_inputs
-from quire.parallel.interface import ProcessGroup
+from quire.parallel.interface import ExpertExchange, ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.parallel.stage import WHOLE_MODEL
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
@@ -78,6 +78,7 @@ class CudaPlatform:
 
     draft_model: DraftModel | None = None
     balancer: ExpertBalancer | None = None
+    exchange: ExpertExchange | None = None
     """Ranks on devices are not supported yet."""
     stage = WHOLE_MODEL
     deal = ALL_TOKENS

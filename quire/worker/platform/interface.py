@@ -21,6 +21,7 @@ from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
 from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
+from quire.parallel.interface import ExpertExchange
 from quire.parallel.stage import Stage
 from quire.sampling.batch import TokenMasks
 from quire.sampling.parameters import SamplingRows
@@ -287,6 +288,9 @@ class Platform(Protocol):
 
     balancer: ExpertBalancer | None
     """Moves experts between ranks; None: they stay."""
+
+    exchange: ExpertExchange | None
+    """Exchange with other replicas' experts; None: this one has all."""
 
     adapters: ModelAdapters | None
     """Adapters of the loaded model; None without `enable_lora`."""
