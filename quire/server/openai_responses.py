@@ -54,7 +54,9 @@ class _Kept(NamedTuple):
         if found is None:
             raise not_found(response_id, "previous_response_id", "previous_response_not_found")
         if not found.can_continue:
-            message = f"the response {response_id!r} has not come to its end"
+            message = (
+                f"the response {response_id!r} cannot be continued: it has no end, or a call that no request may have"
+            )
             raise invalid_request(message, param="previous_response_id")
         return found.items
 
