@@ -218,9 +218,10 @@ async def _scores(
 
 async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) -> list[str]:
     """Texts cut to `max_tokens` tokens; 0: no limit."""
-    if not max_tokens:
+    if not max_tokens or max_tokens >= context.engine.ready.max_model_len:
         return texts
-    return await asyncio.to_thread(context.tokenizer.beginnings, texts, max_tokens)
+    beginnings = partial(context.tokenizer.beginnings, texts, max_tokens)
+    return await context.engine.texts.off_loop(sum(map(len, texts)), beginnings)
 
 
 async def run_texts(
