@@ -128,6 +128,19 @@ async def test_a_name_that_no_request_may_have(scripted: Served, monkeypatch: py
             await client.responses.create(model="tiny", input="b", previous_response_id=whole.id)
 
 
+async def test_a_call_that_was_cut_is_continued(scripted: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedAnswer, "deltas", [call(0, "weather", '{"city":"Ro', "call_a")])
+    async with openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="k", max_retries=0) as client:
+        cut = await client.responses.create(model="tiny", input="a")
+        ScriptedAnswer.bodies.clear()
+        await client.responses.create(model="tiny", input="b", previous_response_id=cut.id)
+        [assistant] = [message for message in messages_given() if message["role"] == "assistant"]
+        assert [each["function"]["arguments"] for each in assistant["tool_calls"]] == [{}]
+        given = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]
+        with pytest.raises(openai.BadRequestError, match="not valid JSON"):
+            await client.responses.create(model="tiny", input=given)  # type: ignore[arg-type]
+
+
 def logprobs(*tokens: str) -> ChatLogprobs:
     return ChatLogprobs([ChatLogprob(token, -1.0, list(token.encode()), []) for token in tokens])
 
