@@ -32,8 +32,8 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     hypothesis has this index."""
     pooled: list[float] | None = None
     """Pooled request's vector (float32), set with the end."""
-    drafts: tuple[int, int] | None = None
-    """(drafts that the step computed, drafts accepted); None: the step had no drafts."""
+    drafts: bytes = b""
+    """Two bytes for each step with drafts: those computed, those accepted."""
 
 
 class RequestTiming(msgspec.Struct, array_like=True):

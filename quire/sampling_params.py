@@ -121,7 +121,7 @@ class SamplingParams(
     """Divisor of positive logits and factor of negative ones, for tokens of the prompt and generated ones. At least
     0.01."""
     seed: int | None = None
-    """Makes the request's tokens reproducible. None: drawn from the engine's seed."""
+    """Makes the request's tokens reproducible. None, -1: drawn from the engine's seed."""
     stop: list[str] | str | None = None
     """Strings that end the text. The text excludes them, unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
@@ -206,6 +206,8 @@ class SamplingParams(
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _optional_integer("seed", self.seed, MIN_SEED, MAX_SEED)
+        if self.seed == -1:  # as in vLLM
+            msgspec.structs.force_setattr(self, "seed", None)
         _optional_integer("max_tokens", self.max_tokens, 1, None)
         _integer("min_tokens", self.min_tokens, 0, None)
         _optional_integer("logprobs", self.logprobs, -1, MOST_LOGPROBS)

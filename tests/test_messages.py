@@ -90,7 +90,7 @@ UPDATE = SequenceUpdate(
     timing=TIMING,
     ranking=(-2.5, -1.25),
     pooled=[0.5, -1.25],
-    drafts=(3, 2),
+    drafts=bytes((3, 2)),
 )
 LISTS: dict[str, Any] = {
     "expert_counts": {3: [4, 5]},

@@ -159,7 +159,7 @@ def take_back_rejected(
         sequence.num_pending_drafts -= num_drafts
         sequence.fast_path_until = 0
         if num_drafts and accepted:
-            sequence.draft_step = num_drafts, len(accepted) - 1
+            sequence.draft_step = bytes((num_drafts, len(accepted) - 1))
             if sequence.draft_record is not None:
                 sequence.draft_record.note(num_drafts, len(accepted) - 1)
         num_rejected = num_drafts + 1 - len(accepted)

@@ -96,7 +96,7 @@ class Sequence:
         """Drafts for its next step on the workers, according to their last result."""
         self.draft_record: DraftRecord | None = None
         """Acceptance of its drafts so far; None: no drafts, or their number does not depend on it."""
-        self.draft_step: tuple[int, int] | None = None
+        self.draft_step = b""
         """Drafts of the step whose tokens are reported next, and the number accepted."""
         self.draft_token_ids: list[int] = []
         """These drafts of a constrained sequence: its matcher makes masks after them."""

@@ -424,7 +424,7 @@ class InputProcessor:
 
     def check_text_length(self, text: str, param: str, *, is_cut: bool = False) -> None:
         """Raise PromptTooLongError for a text that is too long to tokenise. is_cut: only its last tokens are wanted."""
-        check_num_characters(text, self.max_model_len, param, is_cut=is_cut)
+        check_num_characters(len(text), self.max_model_len, param, is_cut=is_cut)
 
     def check_num_tokens(self, text: str, param: str) -> None:
         """Raise PromptTooLongError for a text with far too many tokens, before it is tokenised."""

@@ -219,8 +219,7 @@ class _RequestState:
             if self._first_token is None:  # a restarted engine may report another number later
                 self._num_cached_tokens = update.num_cached_tokens
             self._measure(update.timing, has_token=bool(update.new_token_ids))
-        if update.drafts is not None:
-            self._draft_steps += bytes(update.drafts)
+        self._draft_steps += update.drafts
         if not update.new_token_ids and update.finish_reason is None:
             return False
         sequence.take_update(update)

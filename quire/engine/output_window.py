@@ -80,6 +80,7 @@ def _joined(held: list[SequenceUpdate], updates: list[SequenceUpdate]) -> list[S
         return held + updates
     for before, after in zip(held, updates, strict=True):
         after.new_token_ids = before.new_token_ids + after.new_token_ids
+        after.drafts = before.drafts + after.drafts
         if before.logprobs is not None:
             after.logprobs = before.logprobs + (after.logprobs or [])
     return updates

@@ -13,10 +13,13 @@ from quire.engine.pictures import Pictures
 from quire.errors import QuireError, UserError
 from quire.tokenization.conversation import Conversation
 from quire.tokenization.helpers import Rendering, in_turn
+from quire.tokenization.text_lengths import check_num_characters
 from quire.utils.fair_threads import FairThreads
 
 INLINE_CHARACTERS = 20_000
-"""Length from which a text is tokenised on another thread."""
+"""Length from which a text is tokenised on another thread, and of those tokenised in one turn of the loop."""
+CALL_CHARACTERS = 100
+"""Length of a text that takes as long as the call."""
 MAX_LONG_TEXTS = 2
 """Long texts and conversations that a front end tokenises at once."""
 LONG_WORK = 2 * 2**20
@@ -38,6 +41,9 @@ class FrontEndTexts:
         self._text_threads = FairThreads(MAX_LONG_TEXTS, "quire-text", long_size=LONG_WORK)
         self._chat_thread = FairThreads(1, "quire-chat", long_size=LONG_WORK)
         self.pictures = Pictures(front_end, self._text_threads)
+        self._inline = asyncio.Lock()
+        self._num_inline = 0
+        """Characters read in this turn of the loop."""
 
     def close(self) -> None:
         """Let the threads end after their current work."""
@@ -72,6 +78,34 @@ class FrontEndTexts:
 
         return await self.off_loop(len(text), work)
 
+    async def encode_parts(self, parts: Sequence[int | str], *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids and those of texts, in one list. add_special_tokens: to a text in the first place. Raises as
+        `encode`."""
+        texts = [part for part in parts if isinstance(part, str)]
+        tokenizer, inputs = self._front_end.tokenizer, self._front_end.input_processor
+        if tokenizer is None:
+            raise UserError("this model has no tokenizer", param="prompt")
+        size = sum(map(len, texts))
+        check_num_characters(size, inputs.max_model_len, "prompt")
+
+        def work() -> list[int]:
+            for text in texts:
+                inputs.check_num_tokens(text, "prompt")
+            short = iter(tokenizer.encode_batch([each for each in texts if len(each) <= INLINE_CHARACTERS], False))
+            found: list[int] = []
+            for number, part in enumerate(parts):
+                if isinstance(part, int):
+                    found.append(part)
+                    continue
+                is_first = add_special_tokens and not number
+                token_ids = next(short) if len(part) <= INLINE_CHARACTERS else None
+                if token_ids is None or is_first:
+                    token_ids = tokenizer.encode(part, is_first)
+                found += token_ids
+            return found
+
+        return await self.off_loop(size + len(texts) * CALL_CHARACTERS, work)
+
     async def render(self, conversation: Conversation) -> RenderedChat:
         """Render and tokenise a conversation in a helper. Cancelling drops waiting work, and ends a helper that is
         tokenising. Raises as InputProcessor.render_chat, and QuireError after too long a wait."""
@@ -101,4 +135,15 @@ class FrontEndTexts:
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` inline if `size` (in characters) is small, else on a thread. Cancelling also ends work in other
         processes."""
-        return work() if size <= INLINE_CHARACTERS else await in_turn(self._text_threads, size, work)
+        if size > INLINE_CHARACTERS:
+            return await in_turn(self._text_threads, size, work)
+        async with self._inline:  # in order of arrival
+            if self._num_inline + size > INLINE_CHARACTERS:
+                await asyncio.sleep(0)  # behind _end_turn, and what else is ready
+            if not self._num_inline:
+                asyncio.get_running_loop().call_soon(self._end_turn)
+            self._num_inline += size + CALL_CHARACTERS
+            return work()
+
+    def _end_turn(self) -> None:
+        self._num_inline = 0

@@ -142,7 +142,7 @@ class Ends:
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if token_logprobs:
                 update.logprobs = token_logprobs
-            update.drafts, sequence.draft_step = sequence.draft_step, None
+            update.drafts, sequence.draft_step = sequence.draft_step, b""
             is_full = len(sequence.token_ids) >= sequence.max_total_tokens
             if is_full or new_ids[-1] in request.end_token_ids or matcher.is_finished:
                 self.finish_in_time(sequence, update, now)

@@ -262,7 +262,7 @@ class Scheduler:
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if has_drafts:
                 update.new_token_ids = new_ids = take_accepted(sequence, new_ids, self.kv)
-                update.drafts, sequence.draft_step = sequence.draft_step, None
+                update.drafts, sequence.draft_step = sequence.draft_step, b""
                 num_tokens += len(new_ids) - 1
             else:
                 token_ids += new_ids

@@ -137,7 +137,7 @@ def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError
         text += " (a larger token id is out of vocabulary)"
     table = fields.get(path)
     if _AT_PATH + _OF_A_KEY in str(error) and isinstance(table, dict):
-        wrong = [key for key in table if not key.isdecimal()]
+        wrong = [str(key) for key in table if not str(key).isdecimal()]
         text += "".join(f", {key[:MAX_SHOWN_KEY]!r}" for key in wrong[:MAX_SHOWN_KEYS])
     return invalid_request(join(path, text, ": "), param=path or None, code="invalid_type")
 

@@ -46,10 +46,12 @@ def add_chat_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 class AskedRoute(NamedTuple):
-    """Route that asked for an answer, for its metrics, and whether it streams."""
+    """Route that asked for an answer, for its metrics, and whether it streams. keeps_all: the answer is kept all the
+    same."""
 
     request_type: str
     is_streamed: bool
+    keeps_all: bool = False
 
 
 class ChatAnswer(Answer[ChatRequest]):
@@ -76,7 +78,7 @@ class ChatAnswer(Answer[ChatRequest]):
         self.weight = weight or AnswerSize(
             logprobs=self._num_alternatives(self._params.logprobs),
             return_token_ids=body.return_token_ids,
-            is_streamed=body.stream,
+            is_streamed=self._asked.is_streamed and not self._asked.keeps_all,
             num_listed=len(body.logprob_token_ids or ()),
         )
         self._has_functions = bool(body.functions)
@@ -113,7 +115,6 @@ class ChatAnswer(Answer[ChatRequest]):
         first: RequestOutput | None = None
         async with aclosing(await self._outputs()) as outputs:
             async for _, output in outputs:
-                self._weigh_answer(output)
                 first = first or output
                 for event in self._events_of(output):
                     if isinstance(event, Begin):
@@ -170,6 +171,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return self._counter.usage(self._format.num_reasoning_tokens, num_predicted)
 
     def _events_of(self, output: RequestOutput) -> Iterator[Begin | Piece]:
+        self._weigh_answer(output)
         for completion in output.outputs:
             if completion.index not in self._begun:
                 self._counter.count_output(0, output, count_completion=False)  # the chunk with the role has no token

@@ -72,7 +72,7 @@ class LlamaChatAnswer(ChatAnswer):
                 elif event.finish_reason is None:
                     yield encode_event(self._chunk([self._written(event)]))
                 else:
-                    if event.delta or event.token_ids:
+                    if event.delta or event.token_ids or (event.logprobs and event.logprobs.content):
                         text = event._replace(finish_reason=None, stop_reason=None)
                         yield encode_event(self._chunk([self._written(text)]))
                     end = Piece(event.choice, OutputDelta(), None, None, event.finish_reason, event.stop_reason)

@@ -236,6 +236,8 @@ async def _begin(
 
 async def _biases(context: ServerContext, body: LlamaFields) -> dict[int, float]:
     found: dict[int, float] = {}
+    if len(body.biases) > MAX_LOGIT_BIAS:
+        raise UserError(f"logit_bias must have at most {MAX_LOGIT_BIAS} entries", param="logit_bias")
     for key, bias in body.biases:
         tokens = [key] if isinstance(key, int) else await context.engine.texts.encode(key, add_special_tokens=False)
         found |= dict.fromkeys(tokens, bias)

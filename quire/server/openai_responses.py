@@ -54,7 +54,9 @@ class _Kept(NamedTuple):
         if found is None:
             raise not_found(response_id, "previous_response_id", "previous_response_not_found")
         if not found.can_continue:
-            message = f"the response {response_id!r} has not come to its end"
+            message = (
+                f"the response {response_id!r} cannot be continued: it has no end, or a call that no request may have"
+            )
             raise invalid_request(message, param="previous_response_id")
         return found.items
 
@@ -98,7 +100,7 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
         if body.background and not num_stored:
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
         chat, conversation = await kept.chat(request, context, body)
-        turn = begin_turn(context, request, chat, NAMES, asked=AskedRoute("responses", is_streamed=body.stream))
+        turn = begin_turn(context, request, chat, NAMES, asked=AskedRoute("responses", body.stream, keeps_all=True))
         stores = num_stored > 0 and (not IN_BACKGROUND.get() if body.store is None else body.store)
 
         async def keep(answer: ResponseAnswer) -> None:

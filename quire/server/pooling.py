@@ -133,13 +133,7 @@ async def one_sequence(context: ServerContext, mixed: Mixed, *, begins: bool = T
     """Text, or all token ids. begins: with the tokenizer's prefix."""
     if isinstance(mixed, str) or not any(isinstance(part, str) for part in mixed):
         return mixed  # type: ignore[return-value]
-    found: list[int] = []
-    for number, part in enumerate(mixed):
-        if isinstance(part, int):
-            found.append(part)
-        else:
-            found += await context.engine.texts.encode(part, add_special_tokens=begins and number == 0)
-    return found
+    return await context.engine.texts.encode_parts(mixed, add_special_tokens=begins)
 
 
 async def _run_inputs(context: ServerContext, body: InputFields, params: PoolingParams) -> list[RequestOutput]:
@@ -218,9 +212,10 @@ async def _scores(
 
 async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) -> list[str]:
     """Texts cut to `max_tokens` tokens; 0: no limit."""
-    if not max_tokens:
+    if not max_tokens or max_tokens >= context.engine.ready.max_model_len:
         return texts
-    return await asyncio.to_thread(context.tokenizer.beginnings, texts, max_tokens)
+    beginnings = partial(context.tokenizer.beginnings, texts, max_tokens)
+    return await context.engine.texts.off_loop(sum(map(len, texts)), beginnings)
 
 
 async def run_texts(

@@ -211,8 +211,12 @@ class ResponseAnswer:
         """Record of the finished response for the store, with all items that a later `previous_response_id` continues
         from. conversation: items before the answer."""
         said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]
-        added = [listed(item, item.id or "") for item in msgspec.convert(msgspec.to_builtins(said), list[InputItem])]
         can_continue = self.body.status in ("completed", "incomplete")
+        try:
+            read = msgspec.convert(msgspec.to_builtins(said), list[InputItem])
+        except msgspec.ValidationError:  # requests are limited in what the model is not: the names of its calls
+            read, can_continue = [], False
+        added = [listed(item, item.id or "") for item in read]
         items = StoredItems(conversation, _encoder.encode(added))
         return StoredResponse(_encoder.encode(self.body), items, can_continue)
 

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import bisect
 import enum
+import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
@@ -51,7 +53,7 @@ class Segment:
         self.index, self.kind, self.call_id, self.name = index, kind, call_id, name
         self._pieces: list[str] = []
         self.logprobs: list[ChatLogprob] = []
-        """Log-probabilities of the text's tokens, if requested."""
+        """Log-probabilities of the tokens of text and reasoning, if requested."""
 
     def as_opened(self) -> Segment:
         """Segment as it is before its first piece, for the event that opens it."""
@@ -148,35 +150,36 @@ class Turn:
             self._logprobs += piece.logprobs.content
         self.token_ids += piece.token_ids or ()
         *firsts, last = piece.delta.parts or [piece.delta]
-        for part, later in zip(firsts, piece.delta.parts[1:], strict=True):
-            self._logprobs, kept = _split(self._logprobs, later.reasoning or later.content)
-            found += self._take_part(part)
-            self._logprobs = kept
-        found += self._take_part(last)
+        for part in firsts:
+            found += self._take_part(part, is_last=False)
+        found += self._take_part(last, is_last=True)
         if piece.finish_reason is not None:
             self.finish_reason = piece.finish_reason
             self.stop_string = piece.stop_reason if isinstance(piece.stop_reason, str) else None
         return found
 
-    def _take_part(self, delta: OutputDelta) -> list[Event]:
+    def _take_part(self, delta: OutputDelta, *, is_last: bool) -> list[Event]:
         found: list[Event] = []
+        is_last = is_last and not delta.tool_calls
         if delta.reasoning:
-            self._logprobs, kept = _split(self._logprobs, delta.content)
-            found += [*self._begin_other(Kind.REASONING), *self._grow(delta.reasoning)]
-            self._logprobs = kept
+            found += self._tell(Kind.REASONING, delta.reasoning, is_last=is_last and not delta.content)
         if delta.content:
-            if self._open is not None and self._open.kind is not Kind.TEXT:
-                self._logprobs = _split(self._logprobs, delta.content)[1]
-            found += [*self._begin_other(Kind.TEXT), *self._grow(delta.content)]
+            found += self._tell(Kind.TEXT, delta.content, is_last=is_last)
         for call in delta.tool_calls:
             if self._open is None or self._open.kind is not Kind.CALL or call.index != self._call_index:
                 found += self._begin(Kind.CALL, call)
             if call.arguments:
-                found += self._grow(call.arguments)
+                found.append(self._grow(call.arguments))
         return found
 
-    def _begin_other(self, kind: Kind) -> list[Event]:
-        return [] if self._open is not None and self._open.kind is kind else self._begin(kind)
+    def _tell(self, kind: Kind, text: str, *, is_last: bool) -> list[Event]:
+        """Text's growth with the log-probabilities of its tokens: those behind it wait for theirs."""
+        pending, start, found = self._logprobs, 0, list[Event]()
+        first, end = _place(pending, text, is_last=is_last)
+        if self._open is None or self._open.kind is not kind:
+            start, found = first, self._begin(kind)
+        self._logprobs = pending[end:]
+        return [*found, self._grow(text, pending[start:end])]
 
     def _begin(self, kind: Kind, call: CallPiece | None = None) -> list[Event]:
         closed = self._close()
@@ -189,27 +192,29 @@ class Turn:
         self._open = segment
         return [*closed, Event(Step.OPEN, segment)]
 
-    def _grow(self, piece: str) -> list[Event]:
+    def _grow(self, piece: str, logprobs: Sequence[ChatLogprob] = ()) -> Event:
         assert self._open is not None
         self._open.append(piece)
-        found, self._logprobs = self._logprobs, []
-        if self._open.kind is Kind.TEXT:
-            self._open.logprobs += found
-        return [Event(Step.GROW, self._open, piece, found)]
+        self._open.logprobs += logprobs
+        return Event(Step.GROW, self._open, piece, logprobs)
 
     def _close(self) -> list[Event]:
         segment, self._open = self._open, None
         return [] if segment is None else [Event(Step.CLOSE, segment)]
 
 
-def _split(logprobs: list[ChatLogprob], text: str) -> tuple[list[ChatLogprob], list[ChatLogprob]]:
-    pieces = [bytes(entry.bytes or entry.token.encode()) for entry in logprobs]
-    place = b"".join(pieces).rfind(text.encode()) if text else sum(map(len, pieces))
-    index = 0
-    while index < len(pieces) and place >= len(pieces[index]):
-        place -= len(pieces[index])
-        index += 1
-    return logprobs[:index], logprobs[index:]
+def _place(logprobs: list[ChatLogprob], text: str, *, is_last: bool) -> tuple[int, int]:
+    """Bounds of the tokens with the text. Its beginning may be an earlier token's. is_last: nothing follows but what
+    has no text."""
+    pieces, wanted = [bytes(entry.bytes or entry.token.encode()) for entry in logprobs], text.encode()
+    ends = list(itertools.accumulate(map(len, pieces)))
+    joined = b"".join(pieces)
+    start = joined.rfind(wanted) if is_last else joined.find(wanted)
+    end = start + len(wanted)
+    if start < 0:
+        begun = (size for size in range(min(len(joined), len(wanted)), 0, -1) if wanted.endswith(joined[:size]))
+        start, end = 0, next(begun, len(joined))
+    return bisect.bisect_right(ends, start), min(bisect.bisect_left(ends, end) + 1, len(pieces))
 
 
 def chat_body(fields: dict[str, Any], messages: Messages, names: dict[str, str]) -> ChatRequest:

@@ -171,10 +171,10 @@ class SequenceState:
 
 
 def bits(token_ids: Sequence[int]) -> int:
-    found = 0
+    found = bytearray(max(token_ids, default=0) // 8 + 1)
     for token_id in token_ids:
-        found |= 1 << token_id
-    return found
+        found[token_id // 8] |= 1 << token_id % 8
+    return int.from_bytes(found, "little")
 
 
 def unusable(reason: str) -> UserError:

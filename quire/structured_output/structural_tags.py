@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,8 +63,8 @@ class TagGrammar:
     def _form(self, form: Any, depth: int) -> str:
         if not isinstance(form, dict):
             raise _error(f"a format must be an object, not {type(form).__name__}")
-        if depth > MAX_DEPTH or len(self.rules) > MAX_PARTS:
-            raise _error(f"it has more than {MAX_PARTS} parts, or is nested more than {MAX_DEPTH} levels deep")
+        if depth > MAX_DEPTH:
+            raise _error(f"it is nested more than {MAX_DEPTH} levels deep")
         kind = form.get("type")
         writers: dict[str, Callable[[dict[str, Any], int], str]] = {
             "const_string": lambda form, _: self._text(_string(form, "value")),
@@ -82,6 +83,8 @@ class TagGrammar:
         return writers[kind](form, depth + 1)
 
     def _rule(self, body: str, attributes: str = "") -> str:
+        if len(self.rules) > MAX_PARTS:
+            raise _error(f"it has more than {MAX_PARTS} parts")
         name = f"part_{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
@@ -144,18 +147,21 @@ class TagGrammar:
         tags, triggers = _objects(form, "tags"), form.get("triggers")
         if not isinstance(triggers, list) or not all(isinstance(each, str) and each for each in triggers):
             raise _error("triggers must be a list of non-empty strings")
+        matches: dict[str, list[tuple[str, dict[str, Any]]]] = {trigger: [] for trigger in triggers}
+        lengths = sorted(set(map(len, matches)))
+        for tag in tags:
+            begin = _string(tag, "begin")
+            shorter = lengths[: bisect_right(lengths, len(begin))]
+            known = [begin[:length] for length in shorter if begin[:length] in matches]
+            if not known:
+                raise _error("each tag must begin with one of the triggers")
+            for trigger in known:
+                matches[trigger].append((begin[len(trigger) :], tag))
         choices = []
-        for trigger in triggers:
-            rests = []
-            for tag in tags:
-                begin = _string(tag, "begin")
-                if begin.startswith(trigger):
-                    rests.append(self._rule(f"{self._text(begin[len(trigger) :])} {self._content(tag, depth)}"))
+        for trigger, found in matches.items():
+            rests = [self._rule(f"{self._text(rest)} {self._content(tag, depth)}") for rest, tag in found]
             if rests:
                 choices.append(self._rule(f"{self._up_to(trigger)} ({' | '.join(rests)})"))
-        begins = [_string(tag, "begin") for tag in tags]
-        if not all(any(begin.startswith(trigger) for trigger in triggers) for begin in begins):
-            raise _error("each tag must begin with one of the triggers")
         each = self._rule(" | ".join(choices))
         if form.get("stop_after_first"):
             return each if form.get("at_least_one") else self._rule(f"{each} | TAG_TEXT")

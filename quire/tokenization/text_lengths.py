@@ -23,11 +23,12 @@ def longest(max_model_len: int) -> str:
     return f"this model's maximum context length is {max_model_len} tokens"
 
 
-def check_num_characters(text: str, max_model_len: int, param: str, *, is_cut: bool = False) -> None:
-    """Raise PromptTooLongError for a text that cannot fit. is_cut: only its last tokens are kept."""
+def check_num_characters(size: int, max_model_len: int, param: str, *, is_cut: bool = False) -> None:
+    """Raise PromptTooLongError for a text of `size` characters that cannot fit. is_cut: only its last tokens are
+    kept."""
     limit = max_model_len * MAX_CHARACTERS_PER_TOKEN
-    if len(text) > (max(limit, MAX_CUT_CHARACTERS) if is_cut else limit):
-        raise _too_long(text, max_model_len, param)
+    if size > (max(limit, MAX_CUT_CHARACTERS) if is_cut else limit):
+        raise _too_long(size, max_model_len, param)
 
 
 def check_num_tokens(tokenizer: Tokenizer, text: str, max_model_len: int, param: str) -> None:
@@ -40,10 +41,10 @@ def check_num_tokens(tokenizer: Tokenizer, text: str, max_model_len: int, param:
         num_tokens += len(tokenizer.encode(text[start : start + COUNTED_CHARACTERS], add_special_tokens=False))
         most += SEAM_TOKENS
         if num_tokens > most:
-            raise _too_long(text, max_model_len, param)
+            raise _too_long(len(text), max_model_len, param)
 
 
-def _too_long(text: str, max_model_len: int, param: str) -> PromptTooLongError:
+def _too_long(size: int, max_model_len: int, param: str) -> PromptTooLongError:
     return PromptTooLongError(
-        f"{longest(max_model_len)}, far fewer than the prompt's {len(text)} characters make", param=param
+        f"{longest(max_model_len)}, far fewer than the prompt's {size} characters make", param=param
     )

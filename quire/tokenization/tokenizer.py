@@ -126,8 +126,21 @@ class Tokenizer:
                 return self.decode(found.ids[:max_tokens], skip_special_tokens=False)
             return text[: found.offsets[max_tokens - 1][1]]
 
-        encodings = self.encodings(texts, add_special_tokens=False, with_offsets=True)
-        return [cut(text, found) for text, found in zip(texts, encodings, strict=True)]
+        # Read as much of each text as usually has enough tokens, and more of those that have fewer. The tokens behind
+        # the cut keep the end of what was read from changing those before it.
+        enough = max_tokens + 64
+        size, found, left = 8 * enough, list(texts), list(range(len(texts)))
+        while left:
+            begun = [texts[index][:size] for index in left]
+            encodings = self.encodings(begun, add_special_tokens=False, with_offsets=True)
+            read, left = zip(left, encodings, strict=True), []
+            for index, encoding in read:
+                if len(texts[index]) > size and len(encoding.ids) < enough:
+                    left.append(index)
+                else:
+                    found[index] = cut(texts[index], encoding)
+            size *= 4
+        return found
 
     def encodings(
         self, texts: list[str], add_special_tokens: bool, *, with_offsets: bool = False

@@ -112,12 +112,14 @@ def test_what_is_joined_keeps_everything_else() -> None:
     for number, outputs in ((1, step(1)), (2, step(2)), (3, last)):
         outputs.updates[5].logprobs = [logprobs[number - 1]]
         outputs.updates[5].timing = timing
+        outputs.updates[5].drafts = bytes((3, number))
         if number == 3:
             finish(last)
         run.take(outputs)
     assert (last.updates[3].finish_reason, last.updates[3].stop_reason) == (FinishReason.STOP, 7)
     assert last.updates[5].logprobs == logprobs
     assert last.updates[5].timing is timing
+    assert last.updates[5].drafts == bytes((3, 1, 3, 2, 3, 3))
 
 
 def test_other_sequences_come_behind_those_that_are_held() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.texts import INLINE_CHARACTERS
 from quire.errors import UserError
 from quire.outputs import CompletionOutput
 from quire.server import answer_size
@@ -79,6 +80,23 @@ async def test_without_max_tokens_the_answer_is_weighed_as_it_comes(
     assert len(streamed.content) > 10_000
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "x", "top_logprobs": 20, "include": ["message.output_text.logprobs"]}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20}),
+    ],
+)
+async def test_other_apis_have_the_same_limit(
+    served: Served, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_size, "MAX_ANSWER_BYTES", 10_000)
+    response = await served.client.post(path, json={**body, "model": "tiny", "stream": False, "ignore_eos": True})
+    assert response.status_code == 400
+    assert "the answer would have about" in response.text
+    await served.until_idle()
+
+
 def test_the_arithmetic() -> None:
     weight = AnswerSize(logprobs=None, return_token_ids=False, is_streamed=False)
     weight.prompt(2**20, 1, num_texts=0, num_entries=1)
@@ -126,6 +144,41 @@ async def test_detokenize_takes_as_many_ids_as_a_sequence_may_have(served: Serve
     assert len(response.json()["prompt"]) == len(ids)
     error = await rejected(served, "/detokenize", {"tokens": [*ids, 65]})
     assert (error["param"], "at most 256 tokens" in error["message"]) == ("tokens", True)
+
+
+async def test_many_short_texts_leave_the_loop_its_turns(served: Served) -> None:
+    """Texts run in order, as many in a turn of the loop as one long text has characters."""
+    texts, done, turns = served.engine.texts, list[int](), 0
+
+    async def work(number: int) -> None:
+        await texts.off_loop(INLINE_CHARACTERS // 2, lambda: done.append(number))
+
+    working = asyncio.gather(*map(work, range(20)))
+    while not working.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert done == list(range(20))
+    assert turns >= 15
+
+
+async def test_prompts_of_many_parts_are_read_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[threading.Thread]()
+    encode = Tokenizer.encode_batch
+
+    def noted(self: Tokenizer, *arguments: Any) -> list[list[int]]:
+        threads.append(threading.current_thread())
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", noted)
+    parts = [1, *["a"] * 1000]
+    error = await rejected(served, "/completion", {"prompt": parts, "n_predict": 1})
+    assert "maximum context length" in error["message"]
+    assert threading.main_thread() not in threads
+    assert len(threads) == 1
+    found = await served.engine.texts.encode_parts(["=a", 7, "", "b" * (INLINE_CHARACTERS // 100)])
+    assert found == [*served.engine.tokenizer.encode("=a"), 7, *[65] * 200]  # type: ignore[union-attr]
+    biases = {"logit_bias": [["a", 1.0]] * 5000}
+    assert "at most 4096" in (await rejected(served, "/completion", {"prompt": "a", **biases}))["message"]
 
 
 async def test_long_texts_are_worked_on_two_at_a_time_and_off_the_loop(

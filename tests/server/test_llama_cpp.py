@@ -89,6 +89,8 @@ class TestCompletion:
         schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
         answer = (await post(served, "/completion", prompt="x", json_schema=schema, n_predict=40)).json()
         assert answer["content"].startswith("{")
+        anything = (await post(served, "/completion", prompt="=x", json_schema={}, n_predict=4)).json()
+        assert anything["content"][0] in '{["-0123456789tfn \n'
 
     async def test_a_grammar(self, served: Served) -> None:
         answer = (await post(served, "/completion", prompt="=x", grammar='root ::= "a"{5,5}')).json()
@@ -111,10 +113,11 @@ class TestCompletion:
         assert {name: found.get(name) for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")} == {
             "temperature": 0.8, "top_k": None, "top_p": 0.95, "min_p": None, "max_tokens": 99,
         }  # fmt: skip
-        given = LlamaCompletionRequest(prompt="a", seed=-1, repeat_penalty=1.1, repeat_last_n=0, temperature=0.0)
-        found = given.to_completion("a", {}, 99)
-        assert found["temperature"] == 0.0
-        assert not {"seed", "repetition_penalty"} & found.keys()
+        for seed in (-1, 2**32 - 1):  # both stand for a random one
+            given = LlamaCompletionRequest(prompt="a", seed=seed, repeat_penalty=1.1, repeat_last_n=0, temperature=0.0)
+            found = given.to_completion("a", {}, 99)
+            assert found["temperature"] == 0.0
+            assert not {"seed", "repetition_penalty"} & found.keys()
 
     @pytest.mark.parametrize(
         ("fields", "words"),
@@ -125,6 +128,8 @@ class TestCompletion:
             ({"n_probs": 99}, "n_probs=99 asks for 99 alternatives"),
             ({"n_probs": 3, "post_sampling_probs": True}, "post_sampling_probs is not told: the server needs"),
             ({"logit_bias": {"a": 101}}, "logit_bias must be"),
+            ({"logit_bias": {"9" * 5000: 1.0}}, "logit_bias"),
+            ({"logit_bias": [[10**30, 1.0]]}, "logit_bias"),
             ({"prompt": ""}, "prompt must not be empty"),
             ({"prompt": []}, "prompt must not be empty"),
             ({"prompt": ["a", []]}, "prompt must not be empty"),
@@ -303,9 +308,22 @@ class TestChat:
         assert found[-1]["timings"]["predicted_n"] == 8
         assert bool(found[-1]["choices"]) is not tells_usage
 
+    async def test_the_last_tokens_have_log_probabilities_too(self, served: Served) -> None:
+        sent: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "logprobs": True}
+        sent |= {"grammar": 'root ::= "abcd"', "stop": ["d"]}
+        whole = (await post(served, "/chat/completions", **sent)).json()["choices"][0]["logprobs"]["content"]
+        chunks = events((await post(served, "/chat/completions", stream=True, **sent)).text)[:-1]
+        parts = [each["choices"][0].get("logprobs") for each in chunks]
+        assert [each["token"] for each in whole] == ["a", "b", "c", "d"]
+        assert [entry for part in parts if part for entry in part["content"]] == whole
+
     async def test_constraints(self, served: Served) -> None:
         messages = [{"role": "user", "content": "x"}]
-        for fields, text in (({"grammar": 'root ::= "a"{5,5}'}, "aaaaa"), ({"json_schema": {"const": "42"}}, '"42"')):
+        for fields, text in (
+            ({"grammar": 'root ::= "a"{5,5}'}, "aaaaa"),
+            ({"json_schema": {"const": "42"}}, '"42"'),
+            ({"json_schema": {}, "max_tokens": 1}, None),
+        ):
             for stream in (False, True):
                 answer = await post(served, "/chat/completions", messages=messages, stream=stream, **fields)
                 if stream:
@@ -313,7 +331,7 @@ class TestChat:
                     found = "".join(delta.get("content") or "" for delta in deltas)
                 else:
                     found = answer.json()["choices"][0]["message"]["content"]
-                assert found == text
+                assert found == text if text else found[0] in '{["-0123456789tfn \n'
 
     @pytest.mark.parametrize(
         ("fields", "words"),

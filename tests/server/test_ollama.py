@@ -121,6 +121,8 @@ class TestChat:
             assert text.startswith("{")
         body = {"model": "tiny", "messages": says("a"), "format": "xml"}
         assert "format must be" in (await served.client.post("/api/chat", json=body)).json()["error"]
+        [anything] = await chat(served, "x", format={}, options={"num_predict": 4}, stream=False)
+        assert anything["message"]["content"][0] in '{["-0123456789tfn \n'
         assert (await chat(served, "abc", format="", stream=False))[0]["message"]["content"] == "abc"
 
     async def test_log_probabilities(self, served: Served) -> None:
@@ -137,6 +139,10 @@ class TestThoughtsAndCalls:
         lines = await chat(thinker, "<think>hm</think>yes", think=True)
         assert "".join(line["message"].get("thinking", "") for line in lines) == "hm"
         assert "".join(line["message"]["content"] for line in lines) == "yes"
+        lines = await chat(thinker, "<think>hm</think>yes", think=True, logprobs=True)
+        [whole] = await chat(thinker, "<think>hm</think>yes", think=True, logprobs=True, stream=False)
+        assert [entry["token"] for entry in whole["logprobs"]] == [*"hmyes"]
+        assert [entry for line in lines for entry in line.get("logprobs", [])] == whole["logprobs"]
         [whole] = await chat(thinker, "<think>hm</think>yes", think="high", stream=False)
         assert (whole["message"]["thinking"], whole["message"]["content"]) == ("hm", "yes")
 

@@ -12,7 +12,7 @@ import pytest
 
 from quire.decoding.masks import ConstraintSpec
 from quire.errors import UserError
-from quire.structured_output.grammar import MAX_GRAMMAR_CHARACTERS
+from quire.structured_output.grammar import MAX_GRAMMAR_CHARACTERS, write_grammar
 from quire.structured_output.regex import without_anchors
 from quire.structured_output.writer import GrammarWriter
 from quire.structured_outputs_params import StructuredOutputsParams
@@ -148,6 +148,14 @@ LEGACY = {
     "triggers": ["<f="],
 }
 ONE_TAG = {"type": "tag", "begin": "<f>", "content": {"type": "regex", "pattern": "[0-9/]{2}"}, "end": "</f>"}
+MANY_TAGS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["a" * size for size in range(1, 400)],
+        "tags": [{"begin": "a" * 400, "content": {"type": "any_text"}, "end": "b"}] * 200,
+    },
+}
 THINKING = {
     "type": "sequence",
     "elements": [
@@ -310,6 +318,7 @@ def test_copies_go_their_own_ways(sampler: Sampler) -> None:
         ({"structural_tag": {"format": {"type": "qwen_xml_parameter"}}}, "formats are of type"),
         ({"structural_tag": {"format": {"type": "any_text", "excludes": ["x"]}}}, "excludes"),
         ({"structural_tag": LEGACY | {"triggers": ["<g"]}}, "triggers"),
+        ({"structural_tag": MANY_TAGS}, "more than 4096 parts"),
     ],
 )
 def test_what_is_refused(sampler: Sampler, fields: dict[str, Any], reason: str) -> None:
@@ -319,6 +328,14 @@ def test_what_is_refused(sampler: Sampler, fields: dict[str, Any], reason: str) 
     assert caught.value.param == "structured_outputs"
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 500
+
+
+def test_triggers_of_a_tag() -> None:
+    """Each trigger stands once, before what is left of each tag that begins with it."""
+    tags = [{"begin": begin, "content": {"type": "const_string", "value": "1"}, "end": ";"} for begin in ("<ab", "<c")]
+    form = {"format": {"type": "triggered_tags", "tags": tags, "triggers": ["<", "<a", "<x", "<"]}}
+    written = write_grammar(params(structural_tag=form))
+    assert [written.count(rest) for rest in ('"ab" ', '"b" ', '"c" ')] == [1, 1, 1]
 
 
 def test_deep_schemas_are_refused(sampler: Sampler) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -224,6 +225,29 @@ def test_encode_batch_equals_encode() -> None:
     tokenizer = byte_level()
     texts = [TEXT, "", "the fox"]
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("piece", ["def read(path):\n    ", " " * 4000 + "x", "é😀"])
+def test_long_texts_are_cut_without_reading_all(
+    bundled_model_path: Path, piece: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(bundled_model_path)
+    texts = [piece * (200_000 // len(piece)), piece, "x"]
+    whole = tokenizer.encodings(texts, add_special_tokens=False, with_offsets=True)
+    read, encodings = [], tokenizer.encodings
+
+    def counted(begun: list[str], *args: Any, **options: Any) -> list[Any]:
+        read.append(sum(map(len, begun)))
+        return encodings(begun, *args, **options)
+
+    monkeypatch.setattr(tokenizer, "encodings", counted)
+    for most in (1, 20, 70):
+        wanted = [
+            text if len(found.ids) <= most else text[: found.offsets[most - 1][1]]
+            for text, found in zip(texts, whole, strict=True)
+        ]
+        assert tokenizer.beginnings(texts, most) == wanted
+    assert piece.startswith(" ") or max(read) < 3000
 
 
 def test_threads_share_one_tokenizer() -> None:

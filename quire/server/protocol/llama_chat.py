@@ -12,7 +12,7 @@ from quire.errors import UserError
 from quire.server.protocol.chat import UNSUPPORTED_CHAT_FIELDS, ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.common import Int32
 from quire.server.protocol.foreign import NO_EFFECT
-from quire.server.protocol.llama_cpp import BOTH, CHANGES_ANSWER, IDLE, NOTED, SAMPLING, LlamaTimings
+from quire.server.protocol.llama_cpp import BOTH, CHANGES_ANSWER, IDLE, NOTED, RANDOM_SEED, SAMPLING, LlamaTimings
 from quire.server.protocol.structured import ConstraintText
 
 OWN = frozenset({"grammar", "json_schema", "n_predict", "repeat_last_n", "repeat_penalty"})
@@ -36,7 +36,7 @@ class LlamaChatRequest(ChatRequest, kw_only=True, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.grammar and self.json_schema:
+        if self.grammar and self.json_schema is not None:
             raise UserError(BOTH, param="grammar")
 
     @property
@@ -54,12 +54,13 @@ class LlamaChatRequest(ChatRequest, kw_only=True, frozen=True):
 
     @property
     def constraint_field(self) -> str:
-        own = [name for name in ("grammar", "json_schema") if getattr(self, name)]
-        return own[0] if own else super().constraint_field
+        if self.json_schema is not None:
+            return "json_schema"
+        return "grammar" if self.grammar else super().constraint_field
 
     def _options(self) -> list[dict[str, Any]]:
-        own = {"grammar": self.grammar, "json": self.json_schema}
-        return [*super()._options(), {name: value for name, value in own.items() if value}]
+        own = {"grammar": self.grammar or None, "json": self.json_schema}
+        return [*super()._options(), {name: value for name, value in own.items() if value is not None}]
 
     @property
     def names(self) -> dict[str, str]:
@@ -78,7 +79,7 @@ class LlamaChatRequest(ChatRequest, kw_only=True, frozen=True):
         changes: dict[str, Any] = {name: SAMPLING[name] for name in absent}
         if self.repeat_penalty is not None and self.repeat_last_n != 0:
             changes["repetition_penalty"] = self.repeat_penalty
-        if self.seed is not None and self.seed < 0:
+        if self.seed is not None and (self.seed < 0 or self.seed == RANDOM_SEED):
             changes["seed"] = None
         name, limit = self._limit
         if limit is not None:

@@ -102,7 +102,7 @@ class SamplerFields(RequestStruct, kw_only=True, frozen=True):
         names = ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
         found: dict[str, Any] = {name: value for name, value in usual.items() if name not in defaults}
         found |= {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.seed is not None and self.seed >= 0:
+        if self.seed is not None and 0 <= self.seed != RANDOM_SEED:
             found["seed"] = self.seed
         if self.repeat_penalty is not None and self.repeat_last_n != 0:
             found["repetition_penalty"] = self.repeat_penalty
@@ -134,7 +134,7 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = CHANGES_ANSWER
 
     def __post_init__(self) -> None:
-        if self.grammar and self.json_schema:
+        if self.grammar and self.json_schema is not None:
             raise UserError(BOTH, param="grammar")
 
     @property
@@ -151,7 +151,9 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
     def biases(self) -> list[tuple[int | str, float]]:
         """`logit_bias` as pairs; decimal keys are token ids."""
         given = self.logit_bias or {}
-        pairs = given if isinstance(given, list) else [(int(k) if k.isdecimal() else k, v) for k, v in given.items()]
+        pairs = (
+            given if isinstance(given, list) else [(int(k[:11]) if k.isdecimal() else k, v) for k, v in given.items()]
+        )
         return [(key, NEVER if value is False else float(value)) for key, value in pairs]
 
     def to_completion(self, prompt: str | list[int], defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
@@ -167,7 +169,7 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
             found["lora"] = msgspec.to_builtins(self.lora)
         if self.grammar:
             found["structured_outputs"] = {"grammar": self.grammar}
-        if self.json_schema:
+        if self.json_schema is not None:
             found["response_format"] = {"type": "json_object", "schema": self.json_schema}
         if self.n_probs:
             found |= {"logprobs": self.n_probs, "return_tokens_as_token_ids": True}

@@ -122,7 +122,7 @@ class OllamaFields(RequestStruct, kw_only=True, frozen=True):
         found = {"model": model, **self.options.sampling(defaults, longest)}
         if self.format == "json":
             found["response_format"] = {"type": "json_object"}
-        elif isinstance(self.format, dict) and self.format:
+        elif isinstance(self.format, dict):
             schema = {"name": "answer", "schema": self.format}
             found["response_format"] = {"type": "json_schema", "json_schema": schema}
         return found

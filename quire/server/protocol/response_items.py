@@ -105,7 +105,7 @@ def chat_messages_of(items: Sequence[InputItem], num_before: int = 0) -> list[di
         elif item.type == "message" and item.role != "assistant":
             found.append({"role": item.role, "content": _parts(item.content, f"{where}.content")})
         else:
-            _add_to_assistant(found, item, where)
+            _add_to_assistant(found, item, where, is_stored=index < 0)
     return found
 
 
@@ -268,13 +268,19 @@ def _listed_parts(content: str | Sequence[ItemPart] | None, kind: str) -> list[d
     return found
 
 
-def _add_to_assistant(found: list[dict[str, Any]], item: InputItem, where: str) -> None:
+def _add_to_assistant(found: list[dict[str, Any]], item: InputItem, where: str, *, is_stored: bool) -> None:
     last = found[-1] if found and found[-1]["role"] == "assistant" else None
     if item.type == "function_call":
         if last is None:
             found.append(last := {"role": "assistant", "content": None})
         name = item.name if item.namespace is None else flat_name(item.namespace, item.name or "")
-        function = {"name": name, "arguments": decoded_arguments(item.arguments, f"{where}.arguments")}
+        try:
+            arguments = decoded_arguments(item.arguments, f"{where}.arguments")
+        except UserError:
+            if not is_stored:
+                raise
+            arguments = {}  # the model's own, or cut by a limit: templates read objects
+        function = {"name": name, "arguments": arguments}
         last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         return
     field = "reasoning" if item.type == "reasoning" else "content"
