@@ -339,6 +339,10 @@ class AddsToExperts(Protocol):
 
     def recorded(self) -> dict[str, Any]: ...
 
+    def broadcast(self, group: Any, source: int, place: int) -> Sequence[Any]: ...
+
+    def replace(self, place: int, matrices: Sequence[Any]) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:

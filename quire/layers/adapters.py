@@ -77,8 +77,12 @@ class AdapterStorage(Protocol):
         """Store an adapter's matrices. No running step may have rows of the slot."""
         ...
 
-    def clear(self, stack: AdapterStack, slot: int) -> None:
-        """Remove the matrices of a slot, before another adapter is loaded into it."""
+    def clear(self, stack: AdapterStack, slot: int, piece: int | None = None) -> None:
+        """Remove the matrices of a slot, or a piece's, before another adapter is loaded into it."""
+        ...
+
+    def read(self, stack: AdapterStack, slot: int, piece: int) -> LowRank | None:
+        """Matrices that `load` stored, in the storage's dtype."""
         ...
 
     def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> Any:
@@ -99,6 +103,10 @@ class LowRank:
     b: Sequence[torch.Tensor]
     scale: float
 
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + sum(each.nbytes for each in self.b)
+
 
 class TorchAdapterStorage:
     """AdapterStorage of tensors, for torch operators."""
@@ -115,8 +123,15 @@ class TorchAdapterStorage:
         kept = LowRank(a, b, matrices.scale)
         stack.stored.setdefault(slot, {})[piece] = kept
 
-    def clear(self, stack: AdapterStack, slot: int) -> None:
-        stack.stored.pop(slot, None)
+    def clear(self, stack: AdapterStack, slot: int, piece: int | None = None) -> None:
+        if piece is None:
+            stack.stored.pop(slot, None)
+        else:
+            stack.stored.get(slot, {}).pop(piece, None)
+
+    def read(self, stack: AdapterStack, slot: int, piece: int) -> LowRank | None:
+        found: LowRank | None = stack.stored.get(slot, {}).get(piece)
+        return found
 
     def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> StepSlots | None:
         return StepSlots(slots, rows) if bool(slots.any()) else None

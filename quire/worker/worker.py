@@ -217,7 +217,7 @@ class Worker:
             self._connector.begin_plan(plan)
             self._adapters.begin_plan(plan)
             if self.platform.balancer is not None and plan.seq_ids:
-                self.platform.balancer.before_step()
+                self.platform.balancer.before_step(self._adapters.end_loads)
             launched = self._runner.launch(plan)
         except BaseException as error:
             self._last = PendingStep(plan.step_id, None, None, error)
