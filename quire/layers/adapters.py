@@ -3,7 +3,7 @@ or from 1 on (step column ADAPTER_SLOTS)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -33,7 +33,8 @@ class Part:
 class AdapterStack:
     """Adapters of one linear layer, by slot. in_features, in_start: this rank's inputs. in_whole: inputs over all
     ranks. parts: outputs by checkpoint matrix. pieces: parts that share one A and B. is_interleaved: gate and up
-    alternate by PANEL columns in the product; known once weights are loaded."""
+    alternate by PANEL columns in the product; known once weights are loaded. groups: experts, equally many pieces each.
+    is_allowed: adapters may change it."""
 
     in_features: int
     in_start: int
@@ -41,6 +42,8 @@ class AdapterStack:
     parts: Sequence[Part]
     pieces: list[range] = field(default_factory=list)
     is_interleaved: bool = False
+    groups: int = 1
+    is_allowed: bool = True
     stored: Any = None
     """Matrices in the form of the storage's back end."""
 
@@ -177,10 +180,11 @@ class Adapters:
         """Register a layer. is_interleaved: gives AdapterStack's once the weights are loaded."""
         self.stacks.append((stack, is_interleaved))
 
-    def weights_are_loaded(self) -> None:
-        """Fix the products' layouts, before anything is recorded or any adapter loaded."""
+    def weights_are_loaded(self, allowed: Collection[int] | None = None) -> None:
+        """Fix the products' layouts, before anything is recorded or any adapter loaded. allowed: ids of the stacks that
+        adapters may change (None: all)."""
         for stack, is_interleaved in self.stacks:
-            stack.is_interleaved = is_interleaved()
+            stack.is_interleaved, stack.is_allowed = is_interleaved(), allowed is None or id(stack) in allowed
             self.storage.attach(stack)
 
     @contextmanager
@@ -261,6 +265,10 @@ class AdapterPlace:
         self.stack, self.piece, self._order = stack, piece, order
 
     @property
+    def stacks(self) -> Sequence[AdapterStack]:
+        return (self.stack,)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(outputs, inputs) of the whole matrix."""
         parts = self.stack.pieces[self.piece]
@@ -293,6 +301,10 @@ class SplitPlace(AdapterPlace):
     def __init__(self, rows: int, places: Sequence[tuple[AdapterPlace, torch.Tensor]]) -> None:
         """rows: number in the matrix. places: each layer's target, and its rows' indices."""
         self._rows, self._places = rows, places
+
+    @property
+    def stacks(self) -> Sequence[AdapterStack]:
+        return [stack for place, _ in self._places for stack in place.stacks]
 
     @property
     def shape(self) -> tuple[int, int]:

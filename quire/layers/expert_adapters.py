@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -23,13 +23,16 @@ from quire.layers.adapters import (
 from quire.parallel.expert_placement import ELSEWHERE
 from quire.parallel.interface import ProcessGroup
 
+if TYPE_CHECKING:
+    from quire.kernels.triton.experts import ExpertAdapterMatrices
+
 Stacked = Literal["gate_up_proj", "down_proj"]
 STACKED: tuple[Stacked, ...] = ("gate_up_proj", "down_proj")
 """Parameters with all experts, in Transformers' order."""
 
 
 class ExpertStack(AdapterStack):
-    """AdapterStack, a product each part."""
+    """AdapterStack of `groups` experts, on a CPU a product each part."""
 
     __slots__ = ()
 
@@ -46,9 +49,11 @@ class ExpertAdapters:
         """intermediate: an expert's inner width. held: experts on this rank, of `count`. places: see ExpertWeights."""
         self._adapters = adapters
         self.count, self.held, self._places = count, held, places
-        self.gate_up = ExpertStack(size, 0, size, [intermediate] * (2 * held), _alone(2 * held))
+        self.gate_up = ExpertStack(size, 0, size, [intermediate] * (2 * held), _alone(2 * held), groups=held)
         down = [Part(size, 0, size)] * held
-        self.down = ExpertStack(intermediate.local, intermediate.start, intermediate.whole, down, _alone(held))
+        self.down = ExpertStack(
+            intermediate.local, intermediate.start, intermediate.whole, down, _alone(held), groups=held
+        )
         for stack in (self.gate_up, self.down):
             adapters.add_layer(stack, bool)
 
@@ -70,6 +75,16 @@ class ExpertAdapters:
                     width = len(own.b[0])
                     y[rows, part * width : (part + 1) * width] += row_linear(inner, own.b[0], None).to(y.dtype)
         return y
+
+    def on_device(self, x: torch.Tensor) -> ExpertAdapterMatrices | None:
+        """Matrices for the rows of x on a GPU; None: no row has an adapter, or none may change these experts."""
+        step = self._adapters.step
+        wide, down = (None if each.stored is None else each.stored.matrices for each in (self.gate_up, self.down))
+        if step is None or wide is down is None:
+            return None
+        from quire.kernels.triton.experts import ExpertAdapterMatrices  # a CPU has no Triton
+
+        return ExpertAdapterMatrices(wide, down, step.slots_of(x), self._adapters.storage.num_slots)
 
     def recorded(self) -> dict[str, Any]:
         """Arguments of a recorded kernel."""
@@ -157,6 +172,10 @@ class StackedPlace(AdapterPlace):
         outputs, inputs = self.shape
         turned = inputs != outputs and tuple(a.shape) == (rank * self.mixture.count, outputs)
         return StackedPlace(self.mixture, self._matrix, alternates=self._alternates, turned=turned)
+
+    @property
+    def stacks(self) -> Sequence[AdapterStack]:
+        return (self.mixture.down if self._matrix == "down_proj" else self.mixture.gate_up,)
 
     @property
     def shape(self) -> tuple[int, int]:

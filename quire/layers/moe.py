@@ -130,7 +130,7 @@ class MixtureOfExperts:
         stacks = create(gate_up, len(held)), create(down, len(held))
         is_balanced = balancer is not None and places is not None
         self._adapters = None
-        if context.adapters is not None and context.adapters.storage.adds_in_torch:
+        if context.adapters is not None:
             inner = Part(shape.intermediate, self._start, self._local)
             self._adapters = ExpertAdapters(context.adapters, count, size, inner, len(held), places)
         weighs, adapters = shape.weighs_input, self._adapters

@@ -150,8 +150,8 @@ class Operations(Protocol):
         """`add_adapted` for matrices per head, or whole ones; not on a device."""
         ...
 
-    def add_looked_up(self, adapters: TableAdapters, indices: AnyValue, y: AnyValue, slots: Any) -> Value:
-        """`add_adapted` for rows of a table; not on a device."""
+    def add_looked_up(self, adapters: Any, indices: AnyValue, y: AnyValue, slots: Any) -> Value:
+        """`add_adapted` for rows of a table. adapters: TableAdapters; AdapterStack on a device."""
         ...
 
     def upcast_logits(self, x: AnyValue) -> Value:
@@ -222,10 +222,9 @@ class SharedOperations:
     ) -> torch.Tensor:
         return adapters.add(x, y, slots)
 
-    def add_looked_up(
-        self, adapters: TableAdapters, indices: torch.Tensor, y: torch.Tensor, slots: Any
-    ) -> torch.Tensor:
-        return adapters.add(indices, y, slots)
+    def add_looked_up(self, adapters: Any, indices: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
+        found: torch.Tensor = adapters.add(indices, y, slots)
+        return found
 
 
 def gather_columns(group: ProcessGroup, width: int, x: torch.Tensor) -> torch.Tensor:

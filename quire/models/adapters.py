@@ -107,7 +107,9 @@ class ModelAdapters:
                     self._elsewhere.add(found["mixture"])
         if not any(self._places.values()):
             raise ModelLoadError("enable_lora: no layer of this model takes adapters")
-        self.layers.weights_are_loaded()
+        self.layers.weights_are_loaded(
+            {id(stack) for place in self._held if place is not None for stack in place.stacks}
+        )
 
     def reserved_bytes(self) -> int:
         """Maximum bytes of adapters, all slots filled at the maximum rank, counted as weights in the memory profile."""

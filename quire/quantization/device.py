@@ -64,7 +64,10 @@ class DeviceLinear(UnquantizedLinear):
         stored = StoredMatrix.plain(gate_up.weights), StoredMatrix.plain(down.weights)
         matrices = ExpertMatrices(*stored, gate_up.biases, down.biases)
         gated = gating.activation, gating.limit, weights.weighs_input
-        return apply_experts(matrices, x, routing, residual, *gated, batch_invariant=self.batch_invariant)
+        adapters = None if weights.adapters is None else weights.adapters.on_device(x)
+        return apply_experts(
+            matrices, x, routing, residual, *gated, batch_invariant=self.batch_invariant, adapters=adapters
+        )
 
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
