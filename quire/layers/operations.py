@@ -30,7 +30,6 @@ from quire.layers.adapters import AdapterStack, add_adapted
 from quire.layers.head_adapters import HeadAdapters
 from quire.layers.saved_matrices import SavedMatrices
 from quire.layers.states import gated_delta_rule, gated_norm, short_convolution
-from quire.layers.table_adapters import TableAdapters
 from quire.parallel.interface import ProcessGroup
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quire.errors import UserError
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from tests.e2e.test_adapters import GREEDY, PROMPTS, bits, check_logprobs, engine

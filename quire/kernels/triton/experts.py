@@ -246,15 +246,14 @@ class ExpertProducts:
             self.multiply(inner, order, shares, results, is_first=False)
             return combined(results, residual, x, top_k)
         pairs, factors = adapters.order(routing, num_experts), shares.flatten()
-        first_factors, factors = (factors, None) if self.weighs_input else (None, factors)
         wide = torch.empty(num_rows * top_k, 2 * intermediate, dtype=torch.float32, device=x.device)
         self.multiply(x, order, shares, wide, is_first=True, apart=True)
         if adapters.wide is not None:
-            add_adapted(adapters.wide, x, wide, pairs, first_factors, repeats=top_k)
+            add_adapted(adapters.wide, x, wide, pairs, factors if self.weighs_input else None, repeats=top_k)
         self._gate(wide, inner)
         self.multiply(inner, order, shares, results, is_first=False)
         if adapters.down is not None:
-            add_adapted(adapters.down, inner, results, pairs, factors)
+            add_adapted(adapters.down, inner, results, pairs, None if self.weighs_input else factors)
         return combined(results, residual, x, top_k)
 
     def _gate(self, wide: torch.Tensor, out: torch.Tensor) -> None:
