@@ -13,7 +13,7 @@ from quire.config.peft import MOST_RANK, PeftConfig
 from quire.utils.gguf import GGUFFile, TensorEntry
 
 MATRIX, STACK = 2, 3
-"""Numbers of dimensions of a matrix, and of all experts' matrices."""
+"""Numbers of dimensions, of all experts' matrices too."""
 _PARTS = {".lora_a": "A", ".lora_b": "B"}
 _VALUE_HEADS = re.compile(r"\.(ssm_[a-z]+|attn_qkv|attn_gate)\.")
 """Tensors whose rows or columns have another order in such files, where `GGUFNames.tiled`."""
@@ -24,7 +24,7 @@ _INVOCATION = "adapter.alora.invocation_tokens"
 @dataclass(frozen=True)
 class GGUFAdapter:
     """Adapter in a GGUF file, as llama.cpp's `convert_lora_to_gguf.py` writes it. names: GGUF names of the
-    architecture. entries: a module's A and B, by module (Hugging Face's name; EXPERT: of all experts)."""
+    architecture. entries: a module's A and B, by module (Hugging Face's name)."""
 
     config: PeftConfig
     names: GGUFNames

@@ -33,8 +33,7 @@ class Part:
 class AdapterStack:
     """Adapters of one linear layer, by slot. in_features, in_start: this rank's inputs. in_whole: inputs over all
     ranks. parts: outputs by checkpoint matrix. pieces: parts that share one A and B. is_interleaved: gate and up
-    alternate by PANEL columns in the product; known once weights are loaded. groups: experts, equally many pieces each.
-    is_allowed: adapters may change it."""
+    alternate by PANEL columns in the product; known once weights are loaded. groups: experts."""
 
     in_features: int
     in_start: int
@@ -81,11 +80,11 @@ class AdapterStorage(Protocol):
         ...
 
     def clear(self, stack: AdapterStack, slot: int, piece: int | None = None) -> None:
-        """Remove the matrices of a slot, or a piece's, before another adapter is loaded into it."""
+        """Remove the matrices of a slot, or a piece's."""
         ...
 
     def read(self, stack: AdapterStack, slot: int, piece: int) -> LowRank | None:
-        """Matrices that `load` stored, in the storage's dtype."""
+        """Matrices that `load` stored."""
         ...
 
     def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> Any:
@@ -144,7 +143,7 @@ class TorchAdapterStorage:
 
 
 def nothing_runs() -> None:
-    """`AdapterStorage.steps_so_far` on a CPU, whose plans run one after the other."""
+    """`AdapterStorage.steps_so_far` on a CPU."""
 
 
 class StepSlots:
@@ -154,7 +153,6 @@ class StepSlots:
         self._slots, self._rows, self.token_ids = slots, rows, token_ids
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Slots for the rows of x: all of the step or the read ones."""
         return self._slots if self._rows is None or len(x) == len(self._slots) else self._slots[self._rows]
 
 
@@ -181,8 +179,7 @@ class Adapters:
         self.stacks.append((stack, is_interleaved))
 
     def weights_are_loaded(self, allowed: Collection[int] | None = None) -> None:
-        """Fix the products' layouts, before anything is recorded or any adapter loaded. allowed: ids of the stacks that
-        adapters may change (None: all)."""
+        """Fix layouts, before anything is recorded or loaded. allowed: ids of stacks (None: all)."""
         for stack, is_interleaved in self.stacks:
             stack.is_interleaved, stack.is_allowed = is_interleaved(), allowed is None or id(stack) in allowed
             self.storage.attach(stack)

@@ -39,7 +39,7 @@ class LoadStreams(Protocol):
 
 @dataclass(eq=False, slots=True)
 class DeviceMatrices:
-    """One layer's adapters as Triton kernels read them. starts: by piece, its start in a slot of `matrices.b`."""
+    """Adapters of a layer. starts: by piece, in a slot of `matrices.b`."""
 
     matrices: AdapterMatrices
     starts: list[int]
@@ -92,7 +92,7 @@ class DeviceAdapterStorage:
 
 
 class DeviceSlots:
-    """Adapter slots of a step's tokens; the first layer that uses them sorts them."""
+    """Adapter slots of a step's tokens, sorted for their first layer."""
 
     def __init__(self, slots: torch.Tensor, rows: torch.Tensor | None, num_slots: int) -> None:
         self._slots, self._rows, self._num_slots = slots, rows, num_slots
@@ -106,11 +106,9 @@ class DeviceSlots:
         return self._all if self._rows is None else SlotTiles.of(self._slots[self._rows], self._num_slots)
 
     def of(self, x: torch.Tensor) -> SlotTiles:
-        """Order of the rows of x: all of the step or the read ones."""
         return self._all if len(x) == len(self._slots) else self._read
 
     def slots_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Slots of the rows of x."""
         return self._slots if self._rows is None or len(x) == len(self._slots) else self._slots[self._rows]
 
 
@@ -122,7 +120,6 @@ def add_on_device(stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: 
 
 
 def look_up_on_device(stack: AdapterStack, indices: torch.Tensor, y: torch.Tensor, slots: DeviceSlots) -> torch.Tensor:
-    """`Operations.add_looked_up` with Triton kernels."""
     if stack.stored is not None:
         add_looked_up(stack.stored.matrices, indices, y, slots.of(y))
     return y

@@ -32,7 +32,7 @@ STACKED: tuple[Stacked, ...] = ("gate_up_proj", "down_proj")
 
 
 class ExpertStack(AdapterStack):
-    """AdapterStack of `groups` experts, on a CPU a product each part."""
+    """AdapterStack, on a CPU a product each part."""
 
     __slots__ = ()
 
@@ -41,12 +41,12 @@ class ExpertStack(AdapterStack):
 
 
 class ExpertAdapters:
-    """Adapters of one mixture. gate_up: pieces 2 i and 2 i + 1 are those of the expert in this rank's place i."""
+    """Adapters of one mixture. gate_up: pieces 2 i and 2 i + 1 are place i's."""
 
     def __init__(
         self, adapters: Adapters, count: int, size: int, intermediate: Part, held: int, places: torch.Tensor | None
     ) -> None:
-        """intermediate: an expert's inner width. held: experts on this rank, of `count`. places: see ExpertWeights."""
+        """intermediate: an expert's inner width. held: experts here. places: see ExpertWeights."""
         self._adapters = adapters
         self.count, self.held, self._places = count, held, places
         self.gate_up = ExpertStack(size, 0, size, [intermediate] * (2 * held), _alone(2 * held), groups=held)
@@ -58,7 +58,6 @@ class ExpertAdapters:
             adapters.add_layer(stack, bool)
 
     def slots_of(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Slots of the rows of x; None without adapters."""
         step = self._adapters.step
         return step.of(x) if isinstance(step, StepSlots) else None
 
@@ -77,7 +76,7 @@ class ExpertAdapters:
         return y
 
     def on_device(self, x: torch.Tensor) -> ExpertAdapterMatrices | None:
-        """Matrices for the rows of x on a GPU; None: no row has an adapter, or none may change these experts."""
+        """Matrices for x on a GPU, if any."""
         step = self._adapters.step
         wide, down = (None if each.stored is None else each.stored.matrices for each in (self.gate_up, self.down))
         if step is None or wide is down is None:
@@ -87,7 +86,6 @@ class ExpertAdapters:
         return ExpertAdapterMatrices(wide, down, step.slots_of(x), self._adapters.storage.num_slots)
 
     def recorded(self) -> dict[str, Any]:
-        """Arguments of a recorded kernel."""
         step = self._adapters.step
         if step is None:
             return {}
@@ -96,7 +94,7 @@ class ExpertAdapters:
         return {"wide_adapters": wide, "down_adapters": down, "column": step.column}
 
     def target(self, expert: int, part: int | None) -> AdapterPlace | None:
-        """Target on this rank until experts move; None: the expert is elsewhere. part: gate (0), up (1) or down."""
+        """Target until experts move; None: on another rank."""
         place = expert if self._places is None else int(self._places[expert, 0])
         if place == ELSEWHERE:
             return None
@@ -105,8 +103,7 @@ class ExpertAdapters:
     # -- experts that move between ranks ----------------------------------------------------------------------------
 
     def broadcast(self, group: ProcessGroup, source: int, place: int) -> list[LowRank | None]:
-        """Matrices for the expert in a place of rank `source`, in order of `_pieces`; all ranks call it, without loads
-        in progress."""
+        """Matrices in a place of rank `source`; all ranks call it, between loads."""
         storage = self._adapters.storage
         pieces = list(self._pieces(place if group.rank == source else 0))
         own = [storage.read(stack, slot, piece) for slot, stack, piece in pieces]
@@ -127,7 +124,7 @@ class ExpertAdapters:
         return [LowRank(a, [b], scale) if len(a) else None for (a, b), (_, scale) in zip(pairs, told, strict=True)]
 
     def replace(self, place: int, matrices: Sequence[LowRank | None]) -> None:
-        """Put matrices from `broadcast` in a place of this rank."""
+        """Put those of `broadcast` in a place."""
         storage = self._adapters.storage
         for (slot, stack, piece), own in zip(self._pieces(place), matrices, strict=True):
             if own is None:
@@ -147,7 +144,7 @@ def _alone(count: int) -> list[range]:
 
 
 class ExpertPlace(AdapterPlace):
-    """AdapterPlace of one expert's matrix, loaded by the ranks that have the expert."""
+    """AdapterPlace of one expert's matrix, if here."""
 
     def __init__(self, mixture: ExpertAdapters, expert: int, part: int | None) -> None:
         """part: gate (0), up (1) or down (None)."""
@@ -196,7 +193,6 @@ class StackedPlace(AdapterPlace):
         return (None,) if self._matrix == "down_proj" else (0, 1)
 
     def covered(self) -> list[object]:
-        """(mixture, expert, part) of each matrix."""
         return [(self.mixture, expert, part) for expert in range(self.mixture.count) for part in self._parts]
 
     def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:

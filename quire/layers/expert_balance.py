@@ -21,7 +21,6 @@ LARGEST_SHARE = Fraction(95, 100)
 """Share of the busiest rank's rows left by a change, up to which it pays."""
 
 Sent = tuple[torch.Tensor, Sequence[Any]]
-"""Bytes of an expert's weights, and its adapters' matrices."""
 
 
 class BalancedExperts:
@@ -53,7 +52,7 @@ class BalancedExperts:
         return sum(tensor.nbytes for tensor in self._stored(0))
 
     def apply(self, move: Move) -> int:
-        """Carry out a move of an expert's weights and adapters between ranks; all ranks call it. Returns bytes sent."""
+        """Carry out a move of an expert between ranks; all ranks call it. Returns bytes sent."""
         here, there = (move.source, move.source_slot), (move.to, move.to_slot)
         given = self._broadcast(*here)
         sent = [given]
@@ -122,7 +121,7 @@ class ExpertBalancer:
 
     def before_step(self, end_loads: Callable[[], None]) -> None:
         """Look at the rows of a window that has ended, or make some moves. All ranks' workers call it before the same
-        steps. end_loads: waits for loads of adapters."""
+        steps. end_loads: of adapters."""
         if not self._moves and self._undecided:
             self._decide(*self._undecided.popleft())
         budget = BYTES_A_STEP

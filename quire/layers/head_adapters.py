@@ -31,7 +31,6 @@ class HeadAdapters(SlotMatrices[HeadMatrices]):
         return y
 
     def add_recorded(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """`add` with the slots of a recorded program's run."""
         assert self._adapters.running is not None, "a run brings its slots"
         return self.add(x, y, self._adapters.running)
 

@@ -30,8 +30,7 @@ class PackedMatrices(NamedTuple):
 
 @dataclass(slots=True)
 class NativeStack:
-    """One layer's adapters as native kernels read them. kept: by slot and piece, tensors whose addresses the table
-    holds."""
+    """One layer's adapters as native kernels read them. kept: by slot and piece."""
 
     table: _native.AdapterTable
     kept: dict[int, dict[int, PackedMatrices]] = field(default_factory=dict)

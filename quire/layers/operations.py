@@ -150,7 +150,7 @@ class Operations(Protocol):
         ...
 
     def add_looked_up(self, adapters: Any, indices: AnyValue, y: AnyValue, slots: Any) -> Value:
-        """`add_adapted` for rows of a table. adapters: TableAdapters; AdapterStack on a device."""
+        """`add_adapted` for a table; adapters: `TablePlace.added`."""
         ...
 
     def upcast_logits(self, x: AnyValue) -> Value:

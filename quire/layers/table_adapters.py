@@ -28,7 +28,6 @@ class TableAdapters(SlotMatrices[LowRank]):
         return y
 
     def add_recorded(self, y: torch.Tensor) -> torch.Tensor:
-        """`add` in a recorded program's run."""
         running = self._adapters.running
         assert running is not None, "a run brings its slots"
         assert running.token_ids is not None, "and its tokens"
@@ -36,7 +35,7 @@ class TableAdapters(SlotMatrices[LowRank]):
 
 
 class TablePlace(AdapterPlace):
-    """Target of adapters of an embedding, which every rank holds whole."""
+    """Target of an embedding's adapters, whole on each rank."""
 
     names = ("embedding_A", "embedding_B")
 
@@ -49,7 +48,6 @@ class TablePlace(AdapterPlace):
 
     @property
     def added(self) -> TableAdapters | AdapterStack:
-        """Argument of `Operations.add_looked_up`."""
         return self.stack if self.table is None else self.table
 
     @property

@@ -75,7 +75,6 @@ class ModelAdapters:
         self._elsewhere: set[str] = set()
         """Checkpoint names of other stages' matrices and mixtures."""
         self._held: list[AdapterPlace | None] = []
-        """Targets whose matrices this rank keeps."""
 
     def model_is_loaded(
         self,

@@ -72,7 +72,6 @@ class AdapterMatrices:
         self.ranks[slot - 1, piece] = rank
 
     def clear(self, slot: int, count: int = 1) -> None:
-        """Remove the adapters of `count` slots from this one on."""
         self.ranks[slot - 1 : slot - 1 + count].zero_()
 
 
@@ -131,8 +130,7 @@ def _shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile, rows of A of a piece, split of K): out[split, row, piece * MAX_RANK + r] = scale * factor * x A^T,
-    with x of row // REPEATS."""
+    """Program (tile, rows of A of a piece, split of K): out[split, row, piece * MAX_RANK + r] = factors x A^T."""
     BLOCKS: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
     LENGTH: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
     SAME: tl.constexpr = x.dtype.element_ty == a.dtype.element_ty
@@ -244,8 +242,8 @@ def add_adapted(
     factors: torch.Tensor | None = None,
     repeats: int = 1,
 ) -> None:
-    """Add the adapters' results to y. x: [T / repeats, inputs], each row for `repeats` of y; y: [T, columns], rows may
-    be strided; any float dtypes. order: of y's rows. factors: of what each row gets, [T] float32."""
+    """Add the adapters' results to y. x: [T / repeats, inputs], y: [T, columns], rows may be strided; any float
+    dtypes. order: of y's rows. factors: [T] float32."""
     (num_rows, _), inputs = y.shape, x.shape[1]
     if num_rows == 0:
         return
@@ -283,8 +281,7 @@ def add_adapted(
 
 
 def add_looked_up(matrices: AdapterMatrices, indices: torch.Tensor, y: torch.Tensor, order: SlotTiles) -> None:
-    """Add to rows of a table. matrices: of one piece; inputs: rows of the table. indices: [T] int64, within the table;
-    y: [T, columns]."""
+    """Add to y, [T, columns], from a table. indices: [T] int64, of inputs; matrices: one piece."""
     if len(y) == 0:
         return
     _, pieces, max_rank, num_indices = matrices.a.shape
@@ -311,7 +308,6 @@ def add_looked_up(matrices: AdapterMatrices, indices: torch.Tensor, y: torch.Ten
 
 
 def _expand(matrices: AdapterMatrices, inner: torch.Tensor, y: torch.Tensor, order: SlotTiles) -> None:
-    """y += (sum of the splits of inner, [splits, T, pieces * max_rank]) B^T."""
     _, pieces, max_rank, _ = matrices.a.shape
     assert y.stride(1) == 1, "the elements of a row lie side by side"
     launch(

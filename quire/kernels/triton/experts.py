@@ -71,7 +71,7 @@ def _experts_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """FIRST: activation(gate) * up of x's rows, to the pair's row of out; else down of the pair's row of x. WEIGHS: the
-    pair's weight multiplies input (FIRST) or output. APART: gate, then up, instead (float32, for `_gate_kernel`)."""
+    pair's weight multiplies input (FIRST) or output."""
     num_tiles = tl.num_programs(0)
     program = tl.program_id(1) * num_tiles + tl.program_id(0)
     tile, block = grouped(program, num_tiles, tl.num_programs(1), together)
@@ -118,7 +118,6 @@ def _experts_kernel(
 
 @triton.jit
 def _gate_kernel(wide, out, width, limit, HAS_LIMIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """out[pair] = activation(gate) * up, of gate, then up, in float32."""
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -200,8 +199,7 @@ def expert_tiles(
 
 @dataclass(frozen=True, slots=True)
 class ExpertAdapterMatrices:
-    """Adapters of a mixture by (slot, expert), the slots of a step's rows, [T] int64, and the number of slots. wide: of
-    gate and up; down, wide: None: of neither."""
+    """Adapters by (slot, expert); wide: gate's and up's. slots: rows', [T] int64."""
 
     wide: AdapterMatrices | None
     down: AdapterMatrices | None
@@ -209,7 +207,6 @@ class ExpertAdapterMatrices:
     num_slots: int
 
     def order(self, routing: torch.Tensor, num_experts: int) -> SlotTiles:
-        """Order of the pairs of a row and an expert."""
         top_k = routing.shape[1] // 2
         chosen = routing[:, :top_k].long().clamp(0, num_experts - 1)  # of a row of NaN they are any number
         groups = (self.slots[:, None] - 1) * num_experts + chosen + 1
@@ -280,8 +277,7 @@ class ExpertProducts:
         is_first: bool,
         apart: bool = False,
     ) -> None:
-        """Gate and up with the activation, or down. out: [pairs, n]. apart: gate and up without it, [pairs, 2 n]
-        float32."""
+        """Gate and up with the activation, or down. out: [pairs, n]. apart: no activation, [pairs, 2 n] float32."""
         matrices, plan = self.matrices, self.plan
         matrix, bias, tiles = (
             (matrices.gate_up, matrices.gate_up_bias, plan.gate_up)

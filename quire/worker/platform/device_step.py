@@ -198,7 +198,7 @@ class DeviceCompute:
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """One plan in progress on a GPU. Sections are places in the upload. columns: fields of StepColumns, in order;
-    sampled: `SampleRows.columns`. read_slots: their adapter slots, or the pooled rows'."""
+    sampled: `SampleRows.columns`. read_slots: adapters'."""
 
     compute: DeviceCompute
     batch: InputBatch
@@ -253,7 +253,6 @@ class DeviceStep:
 
     @property
     def _read_slots(self) -> torch.Tensor | None:
-        """Adapter slots of the samples' rows; None: no adapter."""
         return None if self.read_slots is None else self.compute.upload.view(self.read_slots).long()
 
     def accept(
