@@ -117,7 +117,6 @@ class ModelAdapters:
         return of_ranks + self._config.saved_bytes(sum(outputs * (inputs + bias) for outputs, inputs, bias in rows))
 
     def steps_so_far(self) -> Callable[[], None]:
-        """Function that waits for the steps begun so far (AdapterStorage)."""
         return self._storage.steps_so_far()
 
     def load(self, slot: int, adapter: AdapterRef, wait: Callable[[], None] = nothing_runs) -> None:
