@@ -121,7 +121,7 @@ class ExpertBalancer:
 
     def before_step(self, end_loads: Callable[[], None]) -> None:
         """Look at the rows of a window that has ended, or make some moves. All ranks' workers call it before the same
-        steps. end_loads: of adapters."""
+        steps. end_loads: waits for adapters."""
         if not self._moves and self._undecided:
             self._decide(*self._undecided.popleft())
         budget = BYTES_A_STEP

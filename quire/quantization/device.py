@@ -62,12 +62,10 @@ class DeviceLinear(UnquantizedLinear):
         assert isinstance(down, PlainStack), "made by create_stack"
         count_rows(weights.counts, routing)
         stored = StoredMatrix.plain(gate_up.weights), StoredMatrix.plain(down.weights)
-        matrices = ExpertMatrices(*stored, gate_up.biases, down.biases)
-        gated = gating.activation, gating.limit, weights.weighs_input
         adapters = None if weights.adapters is None else weights.adapters.on_device(x)
-        return apply_experts(
-            matrices, x, routing, residual, *gated, batch_invariant=self.batch_invariant, adapters=adapters
-        )
+        matrices = ExpertMatrices(*stored, gate_up.biases, down.biases, adapters=adapters)
+        gated = gating.activation, gating.limit, weights.weighs_input
+        return apply_experts(matrices, x, routing, residual, *gated, batch_invariant=self.batch_invariant)
 
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None

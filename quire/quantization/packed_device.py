@@ -172,12 +172,10 @@ class PackedDeviceLinear:
         assert isinstance(down, DeviceStack), "made by create_stack"
         count_rows(weights.counts, routing)
         rounds = self._rounds_for(gate_up) or self._rounds_for(down)
-        matrices = ExpertMatrices(gate_up.loaded, down.loaded, gate_up.biases, down.biases, rounds)
-        gated = gating.activation, gating.limit, weights.weighs_input
         adapters = None if weights.adapters is None else weights.adapters.on_device(x)
-        return apply_experts(
-            matrices, x, routing, residual, *gated, batch_invariant=self._plain.batch_invariant, adapters=adapters
-        )
+        matrices = ExpertMatrices(gate_up.loaded, down.loaded, gate_up.biases, down.biases, rounds, adapters)
+        gated = gating.activation, gating.limit, weights.weighs_input
+        return apply_experts(matrices, x, routing, residual, *gated, batch_invariant=self._plain.batch_invariant)
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         return self._plain.stored_bytes(shape) if len(shape) == 1 else math.prod(shape) * self._stored_bits // 8

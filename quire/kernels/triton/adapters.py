@@ -243,7 +243,7 @@ def add_adapted(
     repeats: int = 1,
 ) -> None:
     """Add the adapters' results to y. x: [T / repeats, inputs], y: [T, columns], rows may be strided; any float
-    dtypes. order: of y's rows. factors: [T] float32."""
+    dtypes. order: y's. factors: [T] float32."""
     (num_rows, _), inputs = y.shape, x.shape[1]
     if num_rows == 0:
         return

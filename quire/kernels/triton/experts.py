@@ -144,6 +144,22 @@ def _combine_kernel(
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertAdapterMatrices:
+    """Adapters by (slot, expert); wide: gate's and up's. slots: rows', [T] int64."""
+
+    wide: AdapterMatrices | None
+    down: AdapterMatrices | None
+    slots: torch.Tensor
+    num_slots: int
+
+    def order(self, routing: torch.Tensor, num_experts: int) -> SlotTiles:
+        top_k = routing.shape[1] // 2
+        chosen = routing[:, :top_k].long().clamp(0, num_experts - 1)  # of a row of NaN they are any number
+        groups = (self.slots[:, None] - 1) * num_experts + chosen + 1
+        return SlotTiles.of(torch.where(self.slots[:, None] > 0, groups, 0).flatten(), self.num_slots * num_experts)
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertMatrices:
     """Matrices of all experts, stacked (see ExpertWeights). Biases: [E, rows of a matrix] in the activations' dtype, or
     None. rounds_activations: see `matmul`."""
@@ -153,6 +169,7 @@ class ExpertMatrices:
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     rounds_activations: bool = False
+    adapters: ExpertAdapterMatrices | None = None
 
     def rounds(self, matrix: StoredMatrix) -> bool:
         return self.rounds_activations and matrix.multiplies_bytes
@@ -198,22 +215,6 @@ def expert_tiles(
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertAdapterMatrices:
-    """Adapters by (slot, expert); wide: gate's and up's. slots: rows', [T] int64."""
-
-    wide: AdapterMatrices | None
-    down: AdapterMatrices | None
-    slots: torch.Tensor
-    num_slots: int
-
-    def order(self, routing: torch.Tensor, num_experts: int) -> SlotTiles:
-        top_k = routing.shape[1] // 2
-        chosen = routing[:, :top_k].long().clamp(0, num_experts - 1)  # of a row of NaN they are any number
-        groups = (self.slots[:, None] - 1) * num_experts + chosen + 1
-        return SlotTiles.of(torch.where(self.slots[:, None] > 0, groups, 0).flatten(), self.num_slots * num_experts)
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertProducts:
     """Products of a mixture in a plan's tiles."""
 
@@ -223,13 +224,8 @@ class ExpertProducts:
     limit: float | None
     weighs_input: bool
 
-    def apply(
-        self,
-        x: torch.Tensor,
-        routing: torch.Tensor,
-        residual: torch.Tensor | None,
-        adapters: ExpertAdapterMatrices | None = None,
-    ) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        adapters = self.matrices.adapters
         num_rows, size = x.shape
         num_experts, _, intermediate = self.matrices.down.shape
         top_k = routing.shape[1] // 2
@@ -333,7 +329,6 @@ def apply_experts(
     weighs_input: bool,
     *,
     batch_invariant: bool = True,
-    adapters: ExpertAdapterMatrices | None = None,
 ) -> torch.Tensor:
     """residual + the weighted sum of the experts' results. x, residual: [T, size] of one dtype, plain matrices' too.
     routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights. batch_invariant:
@@ -342,7 +337,7 @@ def apply_experts(
         return torch.empty_like(x)
     pairs = len(x) * (routing.shape[1] // 2) / matrices.down.shape[0]
     plan = expert_tiles(matrices, x.dtype, pairs, x.device, batch_invariant=batch_invariant)
-    return ExpertProducts(matrices, plan, activation, limit, weighs_input).apply(x, routing, residual, adapters)
+    return ExpertProducts(matrices, plan, activation, limit, weighs_input).apply(x, routing, residual)
 
 
 def combined(results: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -222,10 +222,10 @@ def adapter_calls() -> Calls:
         calls.append(partial(add_looked_up, table, empty(8, dtype=torch.int64), empty(8, 4096), order))
         pairs = empty(64, 6144, dtype=torch.float32)
         calls.append(partial(add_adapted, matrices, empty(8, 4096), pairs, order, empty(64, dtype=torch.float32), 8))
-    stack = ExpertMatrices(*(StoredMatrix.plain(empty(8, *shape)) for shape in ((1536, 2048), (2048, 768))), None, None)
     of_experts = ExpertAdapterMatrices(None, None, torch.ones(1024, dtype=torch.int64), 4)
-    rows = empty(1024, 2048), torch.zeros(1024, 4), None
-    calls.append(lambda: apply_experts(stack, *rows, "silu", None, False, adapters=of_experts))
+    stored = [StoredMatrix.plain(empty(8, *shape)) for shape in ((1536, 2048), (2048, 768))]
+    stack, rows = ExpertMatrices(*stored, None, None, adapters=of_experts), (empty(1024, 2048), torch.zeros(1024, 4))
+    calls.append(lambda: apply_experts(stack, *rows, None, "silu", None, False))
     return calls
 
 

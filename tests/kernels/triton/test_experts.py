@@ -100,7 +100,7 @@ def test_adapters_by_slot_and_expert(limit: float | None, weighs_input: bool, de
     slots = torch.randint(0, 3, (70,), generator=torch.Generator().manual_seed(1)).to(device)
     gated = "silu" if limit is None else "quick_gelu", limit, weighs_input
     adapters = ExpertAdapterMatrices(wide, down, slots, num_slots)
-    found = apply_experts(matrices, x, routing, residual, *gated, adapters=adapters)
+    found = apply_experts(replace(matrices, adapters=adapters), x, routing, residual, *gated)
     for slot, (gate_up_codes, down_codes) in enumerate(merged):
         gate_up, of_down = StoredMatrix.plain(gate_up_codes), StoredMatrix.plain(down_codes)
         whole = ExpertMatrices(gate_up, of_down, matrices.gate_up_bias, matrices.down_bias)
@@ -110,7 +110,7 @@ def test_adapters_by_slot_and_expert(limit: float | None, weighs_input: bool, de
     for row in (3, 40):
         alone = ExpertAdapterMatrices(wide, down, slots[row : row + 1], num_slots)
         part_of = [each[row : row + 1] for each in (x, routing, residual)]
-        assert torch.equal(apply_experts(matrices, *part_of, *gated, adapters=alone)[0], found[row])
+        assert torch.equal(apply_experts(replace(matrices, adapters=alone), *part_of, *gated)[0], found[row])
 
 
 def test_a_prompt_whose_experts_have_uneven_loads(device: torch.device) -> None:
