@@ -238,7 +238,7 @@ class ExpertProducts:
             self.multiply(x, order, shares, inner, is_first=True)
             self.multiply(inner, order, shares, results, is_first=False)
             return combined(results, residual, x, top_k)
-        pairs, factors = adapters.order(routing, num_experts), shares.flatten()
+        pairs, factors = adapters.order(routing, num_experts), shares.flatten().contiguous()
         wide = torch.empty(num_rows * top_k, 2 * intermediate, dtype=torch.float32, device=x.device)
         self.multiply(x, order, shares, wide, is_first=True, apart=True)
         if adapters.wide is not None:

@@ -73,8 +73,8 @@ def test_against_the_plain_twin(
     torch.testing.assert_close(few.float(), (expected + residual.float())[:20], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("limit", "weighs_input"), [(None, False), (0.7, True)])
-def test_adapters_by_slot_and_expert(limit: float | None, weighs_input: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(("limit", "weighs_input", "top_k"), [(None, False, 2), (0.7, True, 2), (None, True, 1)])
+def test_adapters_by_slot_and_expert(limit: float | None, weighs_input: bool, top_k: int, device: torch.device) -> None:
     """Against the plain twin of matrices that have an adapter merged; rows without one keep their bits."""
     num_slots, max_rank, num_experts = 2, 16, 5
     matrices = case(device, torch.float32, bias=True)
@@ -96,7 +96,7 @@ def test_adapters_by_slot_and_expert(limit: float | None, weighs_input: bool, de
         rows = slice(24 * piece, 24 * piece + outputs) if part < 2 else slice(None)
         merged[slot][part // 2][expert, rows] += 0.5 * b.T @ a
     x, residual = random(device, 70, 40), random(device, 70, 40, seed=3)
-    routing = route(Routing(num_experts, 2), random(device, 70, num_experts, seed=4))
+    routing = route(Routing(num_experts, top_k, renormalise=top_k > 1), random(device, 70, num_experts, seed=4))
     slots = torch.randint(0, 3, (70,), generator=torch.Generator().manual_seed(1)).to(device)
     gated = "silu" if limit is None else "quick_gelu", limit, weighs_input
     adapters = ExpertAdapterMatrices(wide, down, slots, num_slots)
