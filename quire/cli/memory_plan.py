@@ -16,6 +16,7 @@ from quire.kv_cache.coordinator import Coordinator, padding
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
 from quire.kv_cache.sizing import MemoryProfile, most_useful_blocks, size_pool
 from quire.kv_cache.spec import head_specs, layer_specs
+from quire.simulator.adapters import reserved_bytes
 from quire.simulator.cost import CostModel
 from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes, step_bytes
 from quire.utils.gguf import GGUFFile
@@ -104,8 +105,7 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
         )
     activations = estimate_activations(config)
     groups, layers_per_group = group_layers(specs, config.cache.block_size, config.cache.state_snapshot_interval)
-    elements = shape.adapter_elements + shape.table_adapter_elements
-    elements += shape.expert_adapter_elements if config.adapters.allows_experts else 0
+    elements = config.adapters.elements_of(shape)
     outputs = 0 if config.model.pooling is None else len(config.model.pooling.labels)
     if outputs and config.model.is_encoder:
         outputs += shape.hidden  # of the head's first layer
@@ -168,7 +168,7 @@ def plan_devices(
     """Plan a model of any shape on the cost model's devices: weights, activations and KV cache take
     `memory_utilization` of each one's memory. Raises InsufficientMemoryError."""
     shape, scheduler = cost.shape, config.scheduler
-    adapters = config.adapters.slot_bytes(shape.adapter_elements)
+    adapters = reserved_bytes(cost, config.adapters)
     tower = None
     if cost.tower is not None:
         tower = TowerPlan(cost.tower.weight_bytes, cost.tower.working_bytes(shape.max_model_len), None)

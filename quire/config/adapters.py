@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config.model_shape import ModelShape
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank`, as in vLLM."""
@@ -40,6 +45,11 @@ class AdaptersConfig:
     @property
     def allows_experts(self) -> bool:
         return self.target_modules is None or not EXPERT_MODULES.isdisjoint(self.target_modules)
+
+    def elements_of(self, shape: ModelShape, expert_share: float = 1.0) -> int:
+        """Upper bound of an adapter's elements on a rank with this share of experts."""
+        of_experts = math.ceil(shape.expert_adapter_elements * expert_share) if self.allows_experts else 0
+        return shape.adapter_elements + shape.table_adapter_elements + of_experts
 
     def slot_bytes(self, elements: int) -> int:
         """Bytes reserved for all slots, at the largest rank. elements: an adapter's elements for each rank."""

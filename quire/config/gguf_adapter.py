@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config.families import GGUF
-from quire.config.families.family import GGUFNames
+from quire.config.families.family import EXPERT, GGUFNames
 from quire.config.gguf_tensors import hf_name
 from quire.config.hf_json import Fields, shown
 from quire.config.peft import MOST_RANK, PeftConfig
 from quire.utils.gguf import GGUFFile, TensorEntry
 
-MATRIX = 2
-"""Number of dimensions of a matrix, as an adapter's tensors must have."""
+MATRIX, STACK = 2, 3
+"""Numbers of dimensions, of all experts' matrices too."""
 _PARTS = {".lora_a": "A", ".lora_b": "B"}
 _VALUE_HEADS = re.compile(r"\.(ssm_[a-z]+|attn_qkv|attn_gate)\.")
 """Tensors whose rows or columns have another order in such files, where `GGUFNames.tiled`."""
@@ -55,11 +55,12 @@ def read_gguf_adapter(file: GGUFFile) -> GGUFAdapter:
     if reordered is not None:
         raise file.error(f"tensor {shown(reordered)}: adapters of recurrent layers are read from directories alone")
     entries = {str(module).removesuffix(".weight"): pairs[base] for base, module in modules.items()}
-    ranks = {module: pair["B"].shape[1] for module, pair in entries.items()}
+    ranks = {module: pair["B"].shape[-1] for module, pair in entries.items()}
     rank = max(ranks.values())
     if rank > MOST_RANK:
         raise file.error(f"an adapter of rank {rank}")
-    others = {re.escape(module): own for module, own in ranks.items() if own != rank}
+    patterns = {module: re.escape(module).replace(re.escape(EXPERT), r"\d+") for module in ranks}
+    others = {patterns[module]: own for module, own in ranks.items() if own != rank}
     alpha = fields.number(_ALPHA) if file.metadata.get(_ALPHA) else 0.0  # without it scales are 1
     of_ranks = {} if alpha else {pattern: float(own) for pattern, own in others.items()}
     config = PeftConfig(file.path, rank, alpha or float(rank), others, of_ranks, False, None, None)
@@ -70,13 +71,16 @@ def _pairs(file: GGUFFile) -> dict[str, dict[str, TensorEntry]]:
     pairs: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in file.tensors.items():
         base, suffix = name[:-7], name[-7:]
-        if suffix not in _PARTS or not base.endswith(".weight") or len(entry.shape) != MATRIX:
+        wanted = STACK if base.endswith("_exps.weight") else MATRIX
+        if suffix not in _PARTS or not base.endswith(".weight") or len(entry.shape) != wanted:
             raise file.error(f"tensor {shown(name)} is no matrix of an adapter")
         pairs.setdefault(base, {})[_PARTS[suffix]] = entry
     for base, pair in pairs.items():
         for suffix, part in _PARTS.items():
             if part not in pair:
                 raise file.error(f"tensor {shown(base + suffix)} is missing")
+        if len({entry.shape[:-MATRIX] for entry in pair.values()}) > 1:
+            raise file.error(f"tensors {shown(base)} have matrices of different numbers of experts")
     if not pairs:
         raise file.error("it holds no tensors")
     return pairs

@@ -88,7 +88,7 @@ class KnownAdapters:
         with self._lock:
             if name in self._by_name and not load_inplace:
                 raise UserError(
-                    f"the adapter {name!r} has been loaded already: load_inplace replaces it", param="lora_name"
+                    f"the adapter {name!r} has already been loaded: load_inplace replaces it", param="lora_name"
                 )
             request = self._request(name, path, base_model_name)
         self.resolve(msgspec.structs.replace(request, load_inplace=load_inplace))

@@ -3,7 +3,7 @@ or from 1 on (step column ADAPTER_SLOTS)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -33,7 +33,7 @@ class Part:
 class AdapterStack:
     """Adapters of one linear layer, by slot. in_features, in_start: this rank's inputs. in_whole: inputs over all
     ranks. parts: outputs by checkpoint matrix. pieces: parts that share one A and B. is_interleaved: gate and up
-    alternate by PANEL columns in the product; known once weights are loaded."""
+    alternate by PANEL columns in the product; known once weights are loaded. groups: experts."""
 
     in_features: int
     in_start: int
@@ -41,6 +41,8 @@ class AdapterStack:
     parts: Sequence[Part]
     pieces: list[range] = field(default_factory=list)
     is_interleaved: bool = False
+    groups: int = 1
+    is_allowed: bool = True
     stored: Any = None
     """Matrices in the form of the storage's back end."""
 
@@ -77,8 +79,12 @@ class AdapterStorage(Protocol):
         """Store an adapter's matrices. No running step may have rows of the slot."""
         ...
 
-    def clear(self, stack: AdapterStack, slot: int) -> None:
-        """Remove the matrices of a slot, before another adapter is loaded into it."""
+    def clear(self, stack: AdapterStack, slot: int, piece: int | None = None) -> None:
+        """Remove the matrices of a slot, or a piece's."""
+        ...
+
+    def read(self, stack: AdapterStack, slot: int, piece: int) -> LowRank | None:
+        """Matrices that `load` stored."""
         ...
 
     def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> Any:
@@ -99,6 +105,10 @@ class LowRank:
     b: Sequence[torch.Tensor]
     scale: float
 
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + sum(each.nbytes for each in self.b)
+
 
 class TorchAdapterStorage:
     """AdapterStorage of tensors, for torch operators."""
@@ -115,8 +125,15 @@ class TorchAdapterStorage:
         kept = LowRank(a, b, matrices.scale)
         stack.stored.setdefault(slot, {})[piece] = kept
 
-    def clear(self, stack: AdapterStack, slot: int) -> None:
-        stack.stored.pop(slot, None)
+    def clear(self, stack: AdapterStack, slot: int, piece: int | None = None) -> None:
+        if piece is None:
+            stack.stored.pop(slot, None)
+        else:
+            stack.stored.get(slot, {}).pop(piece, None)
+
+    def read(self, stack: AdapterStack, slot: int, piece: int) -> LowRank | None:
+        found: LowRank | None = stack.stored.get(slot, {}).get(piece)
+        return found
 
     def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> StepSlots | None:
         return StepSlots(slots, rows) if bool(slots.any()) else None
@@ -126,7 +143,7 @@ class TorchAdapterStorage:
 
 
 def nothing_runs() -> None:
-    """`AdapterStorage.steps_so_far` on a CPU, whose plans run one after the other."""
+    """`AdapterStorage.steps_so_far` on a CPU."""
 
 
 class StepSlots:
@@ -136,7 +153,6 @@ class StepSlots:
         self._slots, self._rows, self.token_ids = slots, rows, token_ids
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Slots for the rows of x: all of the step or the read ones."""
         return self._slots if self._rows is None or len(x) == len(self._slots) else self._slots[self._rows]
 
 
@@ -162,10 +178,10 @@ class Adapters:
         """Register a layer. is_interleaved: gives AdapterStack's once the weights are loaded."""
         self.stacks.append((stack, is_interleaved))
 
-    def weights_are_loaded(self) -> None:
-        """Fix the products' layouts, before anything is recorded or any adapter loaded."""
+    def weights_are_loaded(self, allowed: Collection[int] | None = None) -> None:
+        """Fix layouts, before anything is recorded or loaded. allowed: ids of stacks (None: all)."""
         for stack, is_interleaved in self.stacks:
-            stack.is_interleaved = is_interleaved()
+            stack.is_interleaved, stack.is_allowed = is_interleaved(), allowed is None or id(stack) in allowed
             self.storage.attach(stack)
 
     @contextmanager
@@ -246,6 +262,10 @@ class AdapterPlace:
         self.stack, self.piece, self._order = stack, piece, order
 
     @property
+    def stacks(self) -> Sequence[AdapterStack]:
+        return (self.stack,)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(outputs, inputs) of the whole matrix."""
         parts = self.stack.pieces[self.piece]
@@ -278,6 +298,10 @@ class SplitPlace(AdapterPlace):
     def __init__(self, rows: int, places: Sequence[tuple[AdapterPlace, torch.Tensor]]) -> None:
         """rows: number in the matrix. places: each layer's target, and its rows' indices."""
         self._rows, self._places = rows, places
+
+    @property
+    def stacks(self) -> Sequence[AdapterStack]:
+        return [stack for place, _ in self._places for stack in place.stacks]
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.routing import gate_rows, route
 from quire.layers.adapters import AdapterStack
-from quire.layers.device_adapters import DeviceSlots, add_on_device
+from quire.layers.device_adapters import DeviceSlots, add_on_device, look_up_on_device
 from quire.layers.operations import SharedOperations, require_equal_widths
 
 
@@ -77,6 +77,11 @@ class DeviceOperations(SharedOperations):
 
     def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: DeviceSlots) -> torch.Tensor:
         return add_on_device(stack, x, y, slots)
+
+    def add_looked_up(
+        self, adapters: AdapterStack, indices: torch.Tensor, y: torch.Tensor, slots: DeviceSlots
+    ) -> torch.Tensor:
+        return look_up_on_device(adapters, indices, y, slots)
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

@@ -9,7 +9,7 @@ from quire.kernels.value import Indices, Value
 from quire.layers.adapters import AdapterStack, Part
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
 from quire.layers.linear import AdaptedProduct
-from quire.layers.table_adapters import TableAdapters, TablePlace
+from quire.layers.table_adapters import TablePlace
 from quire.quantization.integer_weight import WeightSource
 from quire.quantization.interface import LinearMethod, LinearShape
 
@@ -64,18 +64,17 @@ class TokenEmbedding(Embedding):
     def __init__(self, num_rows: int, size: int, context: LayerContext) -> None:
         super().__init__(num_rows, size, context.vocabulary, context)
         adapters = context.adapters
-        self._added = TableAdapters(adapters) if adapters is not None and adapters.storage.adds_in_torch else None
+        self._place = None if adapters is None else TablePlace(num_rows, size, adapters)
 
     def __call__(self, indices: Indices, onto: Value | None = None) -> Value:
         x, adapters = super().__call__(indices, onto), self.context.adapters
-        if self._added is None or adapters is None or adapters.step is None:
+        if self._place is None or adapters is None or adapters.step is None:
             return x
-        return self.context.operations.add_looked_up(self._added, indices, x, adapters.step)
+        return self.context.operations.add_looked_up(self._place.added, indices, x, adapters.step)
 
     def slots(self) -> WeightSlots:
         (slot,) = super().slots().values()
-        place = None if self._added is None else TablePlace(self.num_rows, self.shape.in_features, self._added)
-        return {"weight": replace(slot, adapter=place)}
+        return {"weight": replace(slot, adapter=self._place)}
 
 
 HEAD = "lm_head.weight"
@@ -91,10 +90,9 @@ class VocabularyProjection:
         self._table = table = embedding if tied else Embedding(embedding.num_rows, size, embedding.method, context)
         stack = AdapterStack(size, 0, size, [Part(table.num_rows, table.first_row, table.num_local)])
         adapters = context.adapters
-        added = adapters if adapters is not None and adapters.storage.adds_in_torch else None
-        self._product = AdaptedProduct(replace(context, linear=table.method, adapters=added), table.parameters, stack)
+        self._product = AdaptedProduct(replace(context, linear=table.method), table.parameters, stack)
         if adapters is not None:
-            adapters.places[HEAD] = None if added is None else self._product.place(range(1))
+            adapters.places[HEAD] = self._product.place(range(1))
 
     @property
     def input_size(self) -> int:

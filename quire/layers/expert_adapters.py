@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -13,10 +15,16 @@ from quire.layers.adapters import (
     Adapters,
     AdapterStack,
     AdapterStorage,
+    LowRank,
     Part,
     StepSlots,
     rows_by_slot,
 )
+from quire.parallel.expert_placement import ELSEWHERE
+from quire.parallel.interface import ProcessGroup
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.experts import ExpertAdapterMatrices
 
 Stacked = Literal["gate_up_proj", "down_proj"]
 STACKED: tuple[Stacked, ...] = ("gate_up_proj", "down_proj")
@@ -24,7 +32,7 @@ STACKED: tuple[Stacked, ...] = ("gate_up_proj", "down_proj")
 
 
 class ExpertStack(AdapterStack):
-    """AdapterStack, a product each part."""
+    """AdapterStack, on a CPU a product each part."""
 
     __slots__ = ()
 
@@ -33,20 +41,23 @@ class ExpertStack(AdapterStack):
 
 
 class ExpertAdapters:
-    """Adapters of one mixture. gate_up: pieces 2 i and 2 i + 1 are expert i's."""
+    """Adapters of one mixture. gate_up: pieces 2 i and 2 i + 1 are place i's."""
 
-    def __init__(self, adapters: Adapters, count: int, size: int, intermediate: Part) -> None:
-        """intermediate: an expert's inner width."""
+    def __init__(
+        self, adapters: Adapters, count: int, size: int, intermediate: Part, held: int, places: torch.Tensor | None
+    ) -> None:
+        """intermediate: an expert's inner width. held: experts here. places: see ExpertWeights."""
         self._adapters = adapters
-        self.count = count
-        self.gate_up = ExpertStack(size, 0, size, [intermediate] * (2 * count), _alone(2 * count))
-        down = [Part(size, 0, size)] * count
-        self.down = ExpertStack(intermediate.local, intermediate.start, intermediate.whole, down, _alone(count))
+        self.count, self.held, self._places = count, held, places
+        self.gate_up = ExpertStack(size, 0, size, [intermediate] * (2 * held), _alone(2 * held), groups=held)
+        down = [Part(size, 0, size)] * held
+        self.down = ExpertStack(
+            intermediate.local, intermediate.start, intermediate.whole, down, _alone(held), groups=held
+        )
         for stack in (self.gate_up, self.down):
             adapters.add_layer(stack, bool)
 
     def slots_of(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Slots of the rows of x; None without adapters."""
         step = self._adapters.step
         return step.of(x) if isinstance(step, StepSlots) else None
 
@@ -64,8 +75,17 @@ class ExpertAdapters:
                     y[rows, part * width : (part + 1) * width] += row_linear(inner, own.b[0], None).to(y.dtype)
         return y
 
+    def on_device(self, x: torch.Tensor) -> ExpertAdapterMatrices | None:
+        """Matrices for x on a GPU, if any."""
+        step = self._adapters.step
+        wide, down = (None if each.stored is None else each.stored.matrices for each in (self.gate_up, self.down))
+        if step is None or wide is down is None:
+            return None
+        from quire.kernels.triton.experts import ExpertAdapterMatrices  # a CPU has no Triton
+
+        return ExpertAdapterMatrices(wide, down, step.slots_of(x), self._adapters.storage.num_slots)
+
     def recorded(self) -> dict[str, Any]:
-        """Arguments of a recorded kernel."""
         step = self._adapters.step
         if step is None:
             return {}
@@ -73,11 +93,50 @@ class ExpertAdapters:
         wide, down = self.gate_up.stored.table, self.down.stored.table
         return {"wide_adapters": wide, "down_adapters": down, "column": step.column}
 
-    def place(self, expert: int, part: int | None) -> ExpertPlace:
-        """part: gate (0), up (1) or down (None)."""
-        return (
-            ExpertPlace(self, self.down, expert) if part is None else ExpertPlace(self, self.gate_up, 2 * expert + part)
-        )
+    def target(self, expert: int, part: int | None) -> AdapterPlace | None:
+        """Target until experts move; None: on another rank."""
+        place = expert if self._places is None else int(self._places[expert, 0])
+        if place == ELSEWHERE:
+            return None
+        return AdapterPlace(self.down, place) if part is None else AdapterPlace(self.gate_up, 2 * place + part)
+
+    # -- experts that move between ranks ----------------------------------------------------------------------------
+
+    def broadcast(self, group: ProcessGroup, source: int, place: int) -> list[LowRank | None]:
+        """Matrices in a place of rank `source`; all ranks call it, between loads."""
+        storage = self._adapters.storage
+        pieces = list(self._pieces(place if group.rank == source else 0))
+        own = [storage.read(stack, slot, piece) for slot, stack, piece in pieces]
+        told = [(0.0, 0.0) if each is None else (float(len(each.a)), each.scale) for each in own]
+        told = group.broadcast(torch.tensor(told, dtype=torch.float64), source).tolist()
+        shapes = [
+            [(int(rank), stack.in_features), (stack.parts[piece].local, int(rank))]
+            for (rank, _), (_, stack, piece) in zip(told, pieces, strict=True)
+        ]
+        sizes = [prod(shape) for pair in shapes for shape in pair]
+        if not sum(sizes):
+            return [None] * len(pieces)
+        data = torch.zeros(sum(sizes), dtype=storage.dtype)
+        if group.rank == source:
+            data = torch.cat([part.flatten() for each in own if each is not None for part in (each.a, *each.b)])
+        parts = iter(group.broadcast(data.view(torch.uint8), source).view(storage.dtype).split(sizes))
+        pairs = [[next(parts).view(shape) for shape in pair] for pair in shapes]
+        return [LowRank(a, [b], scale) if len(a) else None for (a, b), (_, scale) in zip(pairs, told, strict=True)]
+
+    def replace(self, place: int, matrices: Sequence[LowRank | None]) -> None:
+        """Put those of `broadcast` in a place."""
+        storage = self._adapters.storage
+        for (slot, stack, piece), own in zip(self._pieces(place), matrices, strict=True):
+            if own is None:
+                storage.clear(stack, slot, piece)
+            else:
+                storage.load(stack, slot, piece, own)
+
+    def _pieces(self, place: int) -> Iterator[tuple[int, AdapterStack, int]]:
+        for slot in range(1, self._adapters.storage.num_slots + 1):
+            yield slot, self.gate_up, 2 * place
+            yield slot, self.gate_up, 2 * place + 1
+            yield slot, self.down, place
 
 
 def _alone(count: int) -> list[range]:
@@ -85,11 +144,17 @@ def _alone(count: int) -> list[range]:
 
 
 class ExpertPlace(AdapterPlace):
-    """AdapterPlace of one expert's matrix."""
+    """AdapterPlace of one expert's matrix, if here."""
 
-    def __init__(self, mixture: ExpertAdapters, stack: AdapterStack, piece: int) -> None:
-        super().__init__(stack, piece)
-        self.mixture = mixture
+    def __init__(self, mixture: ExpertAdapters, expert: int, part: int | None) -> None:
+        """part: gate (0), up (1) or down (None)."""
+        super().__init__(mixture.down if part is None else mixture.gate_up, 0)
+        self.mixture, self.expert, self.part = mixture, expert, part
+
+    def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        target = self.mixture.target(self.expert, self.part)
+        if target is not None:
+            target.load(storage, slot, a, b, scale)
 
 
 class StackedPlace(AdapterPlace):
@@ -106,14 +171,18 @@ class StackedPlace(AdapterPlace):
         return StackedPlace(self.mixture, self._matrix, alternates=self._alternates, turned=turned)
 
     @property
+    def stacks(self) -> Sequence[AdapterStack]:
+        return (self.mixture.down if self._matrix == "down_proj" else self.mixture.gate_up,)
+
+    @property
     def shape(self) -> tuple[int, int]:
         stack = self.mixture.down if self._matrix == "down_proj" else self.mixture.gate_up
         return len(self._parts) * stack.parts[0].whole, stack.in_whole
 
     @property
     def local_elements(self) -> int:
-        own = [self.mixture.place(0, part).local_elements for part in self._parts]
-        return self.mixture.count * sum(own)
+        own = [ExpertPlace(self.mixture, 0, part).local_elements for part in self._parts]
+        return self.mixture.held * sum(own)
 
     def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         (outputs, inputs), count = self.shape[:: -1 if self._turned else 1], self.mixture.count
@@ -124,9 +193,7 @@ class StackedPlace(AdapterPlace):
         return (None,) if self._matrix == "down_proj" else (0, 1)
 
     def covered(self) -> list[object]:
-        """(stack, piece) of each matrix."""
-        places = (self.mixture.place(expert, part) for expert in range(self.mixture.count) for part in self._parts)
-        return [(place.stack, place.piece) for place in places]
+        return [(self.mixture, expert, part) for expert in range(self.mixture.count) for part in self._parts]
 
     def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         count = self.mixture.count
@@ -139,4 +206,4 @@ class StackedPlace(AdapterPlace):
                 rows = own_b
                 if part is not None:
                     rows = own_b[part::2] if self._alternates else own_b[part * half : (part + 1) * half]
-                self.mixture.place(expert, part).load(storage, slot, own_a, rows, scale)
+                ExpertPlace(self.mixture, expert, part).load(storage, slot, own_a, rows, scale)

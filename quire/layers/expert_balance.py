@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import torch
 
@@ -18,6 +19,8 @@ BYTES_A_STEP = 32 << 20
 """Bytes of experts sent before one step; one move is made in any case."""
 LARGEST_SHARE = Fraction(95, 100)
 """Share of the busiest rank's rows left by a change, up to which it pays."""
+
+Sent = tuple[torch.Tensor, Sequence[Any]]
 
 
 class BalancedExperts:
@@ -48,16 +51,19 @@ class BalancedExperts:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._stored(0))
 
-    def apply(self, move: Move) -> None:
-        """Carry out a move of an expert's weights between ranks; all ranks call it."""
+    def apply(self, move: Move) -> int:
+        """Carry out a move of an expert between ranks; all ranks call it. Returns bytes sent."""
         here, there = (move.source, move.source_slot), (move.to, move.to_slot)
         given = self._broadcast(*here)
+        sent = [given]
         if move.is_swap:
-            self._take(*here, self._broadcast(*there))
+            sent.append(self._broadcast(*there))
+            self._take(*here, sent[1])
         self._take(*there, given)
         self.placement = move.applied(self.placement)
         places = places_of(self.placement, self._group.rank, len(self.rows))
         self._places.copy_(torch.tensor(places, dtype=self._places.dtype))
+        return sum(data.nbytes + sum(each.nbytes for each in adapters if each is not None) for data, adapters in sent)
 
     @property
     def _slots(self) -> range:
@@ -67,13 +73,18 @@ class BalancedExperts:
         stored: list[torch.Tensor] = [*self._weights.gate_up[slot].stored(), *self._weights.down[slot].stored()]
         return stored
 
-    def _broadcast(self, rank: int, slot: int) -> torch.Tensor:
+    def _broadcast(self, rank: int, slot: int) -> Sent:
         own = self._stored(slot if rank == self._group.rank else 0)
-        return self._group.broadcast(torch.cat([_bytes(tensor) for tensor in own]), rank)
+        data = self._group.broadcast(torch.cat([_bytes(tensor) for tensor in own]), rank)
+        adapters = self._weights.adapters
+        return data, [] if adapters is None else adapters.broadcast(self._group, rank, slot)
 
-    def _take(self, rank: int, slot: int, data: torch.Tensor) -> None:
+    def _take(self, rank: int, slot: int, sent: Sent) -> None:
         if rank != self._group.rank:
             return
+        data, matrices = sent
+        if self._weights.adapters is not None:
+            self._weights.adapters.replace(slot, matrices)
         tensors = self._stored(slot)
         for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
             _bytes(tensor).copy_(part)
@@ -108,16 +119,17 @@ class ExpertBalancer:
         for number, layer in enumerate(self.layers):
             layer.check(number)
 
-    def before_step(self) -> None:
+    def before_step(self, end_loads: Callable[[], None]) -> None:
         """Look at the rows of a window that has ended, or make some moves. All ranks' workers call it before the same
-        steps."""
+        steps. end_loads: waits for adapters."""
         if not self._moves and self._undecided:
             self._decide(*self._undecided.popleft())
         budget = BYTES_A_STEP
+        if self._moves:
+            end_loads()  # they look up where experts are
         while self._moves and budget > 0:
             layer, move = self._moves.popleft()
-            layer.apply(move)
-            budget -= layer.nbytes * (1 + move.is_swap)
+            budget -= layer.apply(move)
         window, interval = self._config.window_size, self._config.step_interval
         if self._num_steps and self._num_steps % interval == 0 and not self._moves and not self._undecided:
             self._undecided.extend(zip(self.layers, self._rows_since(self._num_steps - window), strict=True))

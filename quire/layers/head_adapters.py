@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quire.kernels.matmul import row_head_linear
-from quire.layers.adapters import AdapterPlace, AdapterStorage, SlotMatrices, StepSlots
+from quire.layers.adapters import AdapterPlace, AdapterStack, AdapterStorage, SlotMatrices, StepSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,6 @@ class HeadAdapters(SlotMatrices[HeadMatrices]):
         return y
 
     def add_recorded(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """`add` with the slots of a recorded program's run."""
         assert self._adapters.running is not None, "a run brings its slots"
         return self.add(x, y, self._adapters.running)
 
@@ -44,6 +44,10 @@ class ExpansionPlace(AdapterPlace):
         """sizes: a latent's, a head's key's and its value's. heads: this rank's, of num_heads."""
         self._sizes, self._heads, self._num_heads = sizes, heads, num_heads
         self._keys, self._values = keys, values
+
+    @property
+    def stacks(self) -> Sequence[AdapterStack]:
+        return ()
 
     @property
     def shape(self) -> tuple[int, int]:

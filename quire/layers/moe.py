@@ -13,7 +13,7 @@ from quire.kernels.arguments import ExchangedExperts, ExpertWeights, Gating, Rou
 from quire.kernels.value import Value
 from quire.layers.adapters import Part
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
-from quire.layers.expert_adapters import STACKED, ExpertAdapters, StackedPlace
+from quire.layers.expert_adapters import STACKED, ExpertAdapters, ExpertPlace, StackedPlace
 from quire.layers.expert_balance import BalancedExperts
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of
 from quire.parallel.expert_placement import Placement, first_placement, places_of
@@ -133,9 +133,9 @@ class MixtureOfExperts:
         stacks = create(gate_up, len(held)), create(down, len(held))
         is_balanced = balancer is not None and places is not None
         self._adapters = None
-        if context.adapters is not None and context.adapters.storage.adds_in_torch and places is None:
+        if context.adapters is not None:
             inner = Part(shape.intermediate, self._start, self._local)
-            self._adapters = ExpertAdapters(context.adapters, count, size, inner)
+            self._adapters = ExpertAdapters(context.adapters, count, size, inner, len(held), places)
         weighs, adapters = shape.weighs_input, self._adapters
         if exchange is not None:
             holders = {number: rank for rank, own in enumerate(placement) for number in own}
@@ -185,7 +185,7 @@ class MixtureOfExperts:
                 (names.down, narrow, None, narrow_bytes, narrow_bias),
             ):
                 load = partial(self._load_part, expert, part, "weight")
-                adapter = None if self._adapters is None else self._adapters.place(expert, part)
+                adapter = None if self._adapters is None else ExpertPlace(self._adapters, expert, part)
                 slots[f"{expert}.{name}.weight"] = WeightSlot(shape, load, nbytes, adapter=adapter)
                 if self._bias:
                     load = partial(self._load_part, expert, part, "bias")

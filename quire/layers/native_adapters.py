@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -20,12 +21,19 @@ ALIGNMENT: int = _native.ADAPTER_ALIGNMENT
 RANKS: int = _native.ADAPTER_RANKS
 
 
+class PackedMatrices(NamedTuple):
+    a: torch.Tensor
+    b: list[torch.Tensor]
+    rank: int
+    scale: float
+
+
 @dataclass(slots=True)
 class NativeStack:
-    """One layer's adapters as native kernels read them. kept: by slot, tensors whose addresses the table holds."""
+    """One layer's adapters as native kernels read them. kept: by slot and piece."""
 
     table: _native.AdapterTable
-    kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    kept: dict[int, dict[int, PackedMatrices]] = field(default_factory=dict)
 
 
 class NativeAdapterStorage:
@@ -50,12 +58,26 @@ class NativeAdapterStorage:
         panels = [padded(b.to(self.dtype), 0, ALIGNMENT).unflatten(0, (-1, ALIGNMENT)) for b in matrices.b]
         b = [each.transpose(1, 2).contiguous() for each in panels]
         own = stack.stored
-        own.kept.setdefault(slot, []).extend((a, *b))
         own.table.set(slot, piece, a.data_ptr(), rank, matrices.scale, [each.data_ptr() for each in b])
+        own.kept.setdefault(slot, {})[piece] = PackedMatrices(a, b, rank, matrices.scale)
 
-    def clear(self, stack: AdapterStack, slot: int) -> None:
-        stack.stored.table.clear(slot)
-        stack.stored.kept.pop(slot, None)
+    def clear(self, stack: AdapterStack, slot: int, piece: int | None = None) -> None:
+        own: NativeStack = stack.stored
+        if piece is None:
+            own.table.clear(slot)
+            own.kept.pop(slot, None)
+        elif own.kept.get(slot, {}).pop(piece, None) is not None:
+            own.table.set(slot, piece, 0, 1, 0.0, [0] * len(stack.pieces[piece]))
+
+    def read(self, stack: AdapterStack, slot: int, piece: int) -> LowRank | None:
+        own: NativeStack = stack.stored
+        found = own.kept.get(slot, {}).get(piece)
+        if found is None:
+            return None
+        a = found.a.transpose(1, 2).flatten(2).flatten(0, 1)[: found.rank, : stack.in_features]
+        parts = [stack.parts[number] for number in stack.pieces[piece]]
+        rows = [each.transpose(1, 2).flatten(0, 1)[: part.local] for each, part in zip(found.b, parts, strict=True)]
+        return LowRank(a, rows, found.scale)
 
     def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> StepSlots | None:
         raise AssertionError("native programs are recorded, and run without layers")

@@ -30,7 +30,6 @@ from quire.layers.adapters import AdapterStack, add_adapted
 from quire.layers.head_adapters import HeadAdapters
 from quire.layers.saved_matrices import SavedMatrices
 from quire.layers.states import gated_delta_rule, gated_norm, short_convolution
-from quire.layers.table_adapters import TableAdapters
 from quire.parallel.interface import ProcessGroup
 
 
@@ -150,8 +149,8 @@ class Operations(Protocol):
         """`add_adapted` for matrices per head, or whole ones; not on a device."""
         ...
 
-    def add_looked_up(self, adapters: TableAdapters, indices: AnyValue, y: AnyValue, slots: Any) -> Value:
-        """`add_adapted` for rows of a table; not on a device."""
+    def add_looked_up(self, adapters: Any, indices: AnyValue, y: AnyValue, slots: Any) -> Value:
+        """`add_adapted` for a table; adapters: `TablePlace.added`."""
         ...
 
     def upcast_logits(self, x: AnyValue) -> Value:
@@ -222,10 +221,9 @@ class SharedOperations:
     ) -> torch.Tensor:
         return adapters.add(x, y, slots)
 
-    def add_looked_up(
-        self, adapters: TableAdapters, indices: torch.Tensor, y: torch.Tensor, slots: Any
-    ) -> torch.Tensor:
-        return adapters.add(indices, y, slots)
+    def add_looked_up(self, adapters: Any, indices: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
+        found: torch.Tensor = adapters.add(indices, y, slots)
+        return found
 
 
 def gather_columns(group: ProcessGroup, width: int, x: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,5 @@ class SavedMatrices(SlotMatrices[tuple[torch.Tensor, torch.Tensor | None]]):
         return y
 
     def add_recorded(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """`add` in a recorded head's run."""
         assert self._adapters.running_head is not None, "a run brings its slots"
         return self.add(x, y, self._adapters.running_head)

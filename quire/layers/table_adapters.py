@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.matmul import row_linear
-from quire.layers.adapters import AdapterPlace, AdapterStorage, LowRank, SlotMatrices, StepSlots
+from quire.layers.adapters import (
+    AdapterPlace,
+    Adapters,
+    AdapterStack,
+    AdapterStorage,
+    LowRank,
+    Part,
+    SlotMatrices,
+    StepSlots,
+)
 
 
 class TableAdapters(SlotMatrices[LowRank]):
@@ -19,7 +28,6 @@ class TableAdapters(SlotMatrices[LowRank]):
         return y
 
     def add_recorded(self, y: torch.Tensor) -> torch.Tensor:
-        """`add` in a recorded program's run."""
         running = self._adapters.running
         assert running is not None, "a run brings its slots"
         assert running.token_ids is not None, "and its tokens"
@@ -27,12 +35,20 @@ class TableAdapters(SlotMatrices[LowRank]):
 
 
 class TablePlace(AdapterPlace):
-    """Target of adapters of an embedding, which every rank holds whole."""
+    """Target of an embedding's adapters, whole on each rank."""
 
     names = ("embedding_A", "embedding_B")
 
-    def __init__(self, num_rows: int, size: int, table: TableAdapters) -> None:
-        self._num_rows, self._size, self._table = num_rows, size, table
+    def __init__(self, num_rows: int, size: int, adapters: Adapters) -> None:
+        self._num_rows, self._size = num_rows, size
+        self.stack = AdapterStack(num_rows, 0, num_rows, [Part(size, 0, size)], [range(1)])
+        self.table = TableAdapters(adapters) if adapters.storage.adds_in_torch else None
+        if self.table is None:
+            adapters.add_layer(self.stack, bool)
+
+    @property
+    def added(self) -> TableAdapters | AdapterStack:
+        return self.stack if self.table is None else self.table
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,5 +59,8 @@ class TablePlace(AdapterPlace):
         return self._size + self._num_rows
 
     def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        a, b = a.t().to(storage.dtype).contiguous(), b.to(storage.dtype)
-        self._table.load(slot, LowRank(a, [b], scale))
+        if self.table is None:
+            storage.load(self.stack, slot, 0, LowRank(a, [b], scale))
+        else:
+            own_a, own_b = a.t().to(storage.dtype).contiguous(), b.to(storage.dtype)
+            self.table.load(slot, LowRank(own_a, [own_b], scale))

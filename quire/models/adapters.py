@@ -74,6 +74,7 @@ class ModelAdapters:
         self._ignores_surplus = False
         self._elsewhere: set[str] = set()
         """Checkpoint names of other stages' matrices and mixtures."""
+        self._held: list[AdapterPlace | None] = []
 
     def model_is_loaded(
         self,
@@ -93,26 +94,29 @@ class ModelAdapters:
         own = {name: slot.adapter for name, slot in slots.items()} | ({} if pools else self.layers.places)
         self._places = {name: slot.adapter for name, slot in (outline or {}).items()} | own
         self._elsewhere = self._places.keys() - own.keys()
-        for name, place in self._places.items():
+        self._held = [place for name, place in own.items() if self._config.allows(name.removesuffix(".weight"))]
+        for name, place in sorted(self._places.items(), key=lambda each: each[0] in self._elsewhere):
             if found := _MIXTURE.fullmatch(name):
                 mixture = place.mixture if isinstance(place, ExpertPlace | StackedPlace) else None
-                self._mixtures[found["mixture"]] = mixture
-                if name in self._elsewhere:
+                here = self._mixtures.setdefault(found["mixture"], mixture)
+                if here is not mixture and isinstance(place, ExpertPlace) and here is not None:  # another rank's expert
+                    self._places[name] = ExpertPlace(here, place.expert, place.part)
+                    self._elsewhere.remove(name)
+                elif name in self._elsewhere:
                     self._elsewhere.add(found["mixture"])
         if not any(self._places.values()):
             raise ModelLoadError("enable_lora: no layer of this model takes adapters")
-        self.layers.weights_are_loaded()
+        self.layers.weights_are_loaded(
+            {id(stack) for place in self._held if place is not None for stack in place.stacks}
+        )
 
     def reserved_bytes(self) -> int:
         """Maximum bytes of adapters, all slots filled at the maximum rank, counted as weights in the memory profile."""
-        here = ((name, place) for name, place in self._places.items() if name not in self._elsewhere)
-        allowed = [place for name, place in here if self._config.allows(name.removesuffix(".weight"))]
-        of_ranks = self._config.slot_bytes(sum(place.local_elements for place in allowed if place is not None))
+        of_ranks = self._config.slot_bytes(sum(place.local_elements for place in self._held if place is not None))
         rows = ((*each.shape, each.has_bias) for each in self.layers.saved.values())
         return of_ranks + self._config.saved_bytes(sum(outputs * (inputs + bias) for outputs, inputs, bias in rows))
 
     def steps_so_far(self) -> Callable[[], None]:
-        """Function that waits for the steps begun so far (AdapterStorage)."""
         return self._storage.steps_so_far()
 
     def load(self, slot: int, adapter: AdapterRef, wait: Callable[[], None] = nothing_runs) -> None:
@@ -282,7 +286,7 @@ class ModelAdapters:
 
 def _experts_of(place: AdapterPlace) -> list[object]:
     if isinstance(place, ExpertPlace):
-        return [(place.stack, place.piece)]
+        return [(place.mixture, place.expert, place.part)]
     return place.covered() if isinstance(place, StackedPlace) else []
 
 

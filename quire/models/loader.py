@@ -85,13 +85,14 @@ def load_model(
     ModelLoadError naming file and tensor."""
     assert runtime is None or device_layers is None, "a model computes in one way"
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
+    are_shared = stage.count > 1 or load.expert_placement is not None
     elsewhere: frozenset[str] = frozenset()
     if isinstance(files, WeightFiles):
         if config.pooling is not None:
             files = files.with_folders([module.folder for module in config.pooling.dense], load.load_format)
         config, files.head_holds = with_head_of(config, files)
         elsewhere = frozenset(_check_room(config, files).slots)
-    elif files is not None and (stage.count > 1 or load.expert_placement is not None):
+    elif files is not None and are_shared:
         elsewhere = frozenset(outline(config).slots)
     context = _context(config, group, runtime, device_layers)
     adapters = extras.adapters
@@ -121,7 +122,7 @@ def load_model(
             partial(checkpoint_tensors, files, config, _silent) if isinstance(files, WeightFiles) else None,
             pools=config.pooling is not None,
             is_encoder=config.is_encoder,
-            outline=None if stage.count == 1 else outline(config, Adapters(adapters.layers.storage)).slots,
+            outline=outline(config, Adapters(adapters.layers.storage)).slots if are_shared else None,
         )
     if runtime is None or config.impl == "transformers":
         return _staged(cast("CausalLM", model), config, context)  # this model computes on tensors itself

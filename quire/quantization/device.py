@@ -62,7 +62,8 @@ class DeviceLinear(UnquantizedLinear):
         assert isinstance(down, PlainStack), "made by create_stack"
         count_rows(weights.counts, routing)
         stored = StoredMatrix.plain(gate_up.weights), StoredMatrix.plain(down.weights)
-        matrices = ExpertMatrices(*stored, gate_up.biases, down.biases)
+        adapters = None if weights.adapters is None else weights.adapters.on_device(x)
+        matrices = ExpertMatrices(*stored, gate_up.biases, down.biases, adapters=adapters)
         gated = gating.activation, gating.limit, weights.weighs_input
         return apply_experts(matrices, x, routing, residual, *gated, batch_invariant=self.batch_invariant)
 

@@ -172,7 +172,8 @@ class PackedDeviceLinear:
         assert isinstance(down, DeviceStack), "made by create_stack"
         count_rows(weights.counts, routing)
         rounds = self._rounds_for(gate_up) or self._rounds_for(down)
-        matrices = ExpertMatrices(gate_up.loaded, down.loaded, gate_up.biases, down.biases, rounds)
+        adapters = None if weights.adapters is None else weights.adapters.on_device(x)
+        matrices = ExpertMatrices(gate_up.loaded, down.loaded, gate_up.biases, down.biases, rounds, adapters)
         gated = gating.activation, gating.limit, weights.weighs_input
         return apply_experts(matrices, x, routing, residual, *gated, batch_invariant=self._plain.batch_invariant)
 

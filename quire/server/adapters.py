@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -200,7 +201,7 @@ class ServedAdapters:
         def put(names: Names) -> None:
             if name in names and known == "refuse":
                 raise UserError(
-                    f"the adapter {name!r} has been loaded already: load_inplace replaces it", param="lora_name"
+                    f"the adapter {name!r} has already been loaded: load_inplace replaces it", param="lora_name"
                 )
             if name not in names or known == "replace":
                 names[name] = NamedAdapter(request.lora_path, ref, request.base_model_name)
@@ -262,7 +263,10 @@ def add_adapter_routes(app: FastAPI, context: ServerContext) -> None:
         try:
             await context.adapters.load(module, load_inplace=body.load_inplace)
         except UserError as error:
-            raise error.named({"lora_request": "lora_path"}) from None
+            own = error.named({"lora_request": "lora_path"})
+            if own.param == "lora_path" and not os.path.exists(os.path.expanduser(body.lora_path)):
+                raise invalid_request(own.message, param=own.param, code="not_found", status=404) from None
+            raise own from None
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     @app.post("/v1/unload_lora_adapter")

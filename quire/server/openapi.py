@@ -380,7 +380,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/abort_requests"): Operation("End answers that are being generated", None, AbortRequest, is_admins=True),
     ("post", "/stop_replica"): Operation("End a replica's engine", ReplicaState, parameters=_REPLICA, is_admins=True),
     ("post", "/start_replica"): Operation("Start a replica again", ReplicaState, parameters=_REPLICA, is_admins=True),
-    ("post", "/v1/load_lora_adapter"): Operation("Load an adapter", None, LoadAdapter, is_admins=True),
+    ("post", "/v1/load_lora_adapter"): Operation(
+        "Load an adapter", None, LoadAdapter, is_admins=True, names_model=True
+    ),
     ("post", "/v1/unload_lora_adapter"): Operation(
         "Take an adapter's name away", None, UnloadAdapter, is_admins=True, names_model=True
     ),

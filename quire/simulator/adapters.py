@@ -30,10 +30,8 @@ def adapter_ref(name: str) -> AdapterRef:
 
 
 def reserved_bytes(cost: CostModel, config: AdaptersConfig) -> int:
-    """Bytes of a device's slots, for all modules."""
-    shape = cost.shape
-    elements = shape.adapter_elements + shape.expert_adapter_elements + shape.table_adapter_elements
-    return config.slot_bytes(elements) // cost.layout.tp
+    """Bytes of a device's slots."""
+    return config.slot_bytes(config.elements_of(cost.shape, cost.expert_share))
 
 
 class AdapterWork:

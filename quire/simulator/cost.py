@@ -269,10 +269,10 @@ class CostModel:
         dense = rest * share * DTYPE_BYTES[precision.weights] + tables * table_size
         experts = routed * share * DTYPE_BYTES[precision.experts or precision.weights]
         tower = 0 if self.tower is None else self.tower.weight_bytes
-        return dense / layout.tp + experts * self._expert_share + tower
+        return dense / layout.tp + experts * self.expert_share + tower
 
     @property
-    def _expert_share(self) -> float:
+    def expert_share(self) -> float:
         experts, layout = self.shape.experts, self.layout
         if experts is None or layout.redundant_experts is None:
             return 1 / max(layout.ep, layout.tp)

@@ -23,6 +23,9 @@ class NoAdapterLoads:
     def end_plan(self, plan: StepPlan) -> list[tuple[int, str]]:
         return []
 
+    def end_loads(self) -> None:
+        """Does nothing."""
+
     def reserved_bytes(self) -> int:
         return 0
 
@@ -60,6 +63,10 @@ class AdapterLoads:
                 raise error
             ended.append((slot, "" if error is None else str(error)))
         return ended
+
+    def end_loads(self) -> None:
+        """Wait for the loads begun so far."""
+        wait(self._loading.values())
 
     def reserved_bytes(self) -> int:
         return self._adapters.reserved_bytes()

@@ -222,7 +222,7 @@ class Worker:
             self._connector.begin_plan(plan)
             self._adapters.begin_plan(plan)
             if self.platform.balancer is not None and plan.seq_ids:
-                self.platform.balancer.before_step()
+                self.platform.balancer.before_step(self._adapters.end_loads)
             assert self._runner is not None, "allocate comes before launch"
             if self.platform.exchange is not None and plan.seq_ids:
                 self.platform.exchange.begin_step()

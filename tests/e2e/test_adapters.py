@@ -332,20 +332,16 @@ def test_a_step_of_adapters_behind_one_of_as_many_rows_without(tiny: Tiny, count
 
 @pytest.mark.long
 def test_prompts_dealt_to_ranks(tiny: Tiny, tmp_path: Path) -> None:
-    """The bits of one rank where kernels add. torch adds to embeddings, in ranks without the tests' products."""
+    """The bits of one rank, in a process of its own: torch adds to embeddings, there without the tests' products."""
     own = LoRARequest("own", 3, str(write_adapter(tiny.model, tmp_path / "own", rank=16, seed=5, tables=("head",))))
     longer = SamplingParams(temperature=0.0, max_tokens=30, logprobs=2, ignore_eos=True)
     which = [own, None, own, tiny.second, tiny.first]
-    with engine(tiny.directory, max_loras=3) as llm:
+    with engine(tiny.directory, max_loras=3, distributed_executor_backend="mp") as llm:
         wanted = llm.generate(PROMPTS, longer, use_tqdm=False, lora_request=which)
     with engine(tiny.directory, max_loras=3, prefill_context_parallel_size=2) as llm:
         llm.generate([[1], [2], [3]], GREEDY, use_tqdm=False, lora_request=[own, tiny.first, tiny.second])
         found = llm.generate(PROMPTS, longer, use_tqdm=False, lora_request=which)
-    assert [bits(output) for output in found[:3]] == [bits(output) for output in wanted[:3]]
-    for place in (3, 4):
-        request = which[place]
-        assert request is not None
-        check_logprobs(merged(tiny.model, Path(request.path)), PROMPTS[place], found[place])
+    assert [bits(output) for output in found] == [bits(output) for output in wanted]
 
 
 @pytest.mark.long
@@ -362,12 +358,16 @@ def test_two_ranks(tiny: Tiny) -> None:
 
 
 def test_two_stages(tiny: Tiny, tmp_path: Path) -> None:
-    """A stage checks the matrices of other stages too, so that all refuse an adapter."""
+    """The bits of one rank, in a process of its own: torch adds to embeddings, there without the tests' products. A
+    stage checks the matrices of other stages too, so that all refuse an adapter."""
     which = [tiny.first, tiny.second, None, tiny.second, tiny.first]
     usual = Path(tiny.first.path)
     config = json.loads((usual / "adapter_config.json").read_text())
+    with engine(tiny.directory, distributed_executor_backend="mp") as llm:
+        wanted = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=which)
     with engine(tiny.directory, pipeline_parallel_size=2) as llm:
         found = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=which)
+        assert [bits(output) for output in found] == [bits(output) for output in wanted]
         for prompt, request, output in zip(PROMPTS, which, found, strict=True):
             model = tiny.model.double() if request is None else merged(tiny.model, Path(request.path))
             check_logprobs(model, prompt, output)

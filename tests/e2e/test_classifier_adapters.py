@@ -128,6 +128,17 @@ def test_two_ranks(tiny: Tiny) -> None:
         assert torch.tensor(output.outputs.probs).allclose(wanted(tiny.model, request, prompt), atol=1e-4)
 
 
+@pytest.mark.long
+def test_two_stages(tiny: Tiny) -> None:
+    """The bits of one rank, in a process of its own: torch multiplies with heads, there without the tests' products."""
+    which = [tiny.requests[0], None, *tiny.requests[1:]]
+    found = []
+    for options in ({"distributed_executor_backend": "mp"}, {"pipeline_parallel_size": 2}):
+        with pooler(tiny.directory, **options) as llm:
+            found.append([each.outputs.probs for each in llm.classify(TEXTS, lora_request=which, use_tqdm=False)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quire.errors import UserError
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from tests.e2e.test_adapters import GREEDY, PROMPTS, bits, check_logprobs, engine
@@ -168,21 +167,49 @@ def test_sleep_and_forks(tiny: Tiny) -> None:
     assert tokens[0] == tokens[2] != tokens[1]
 
 
-@pytest.mark.long
-def test_two_ranks(tiny: Tiny) -> None:
-    """Ranks share each expert's inner width; those that have whole experts refuse adapters of them."""
-    first, second, _ = tiny.requests
-    with engine(tiny.directory, tensor_parallel_size=2) as llm:
-        outputs = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False, lora_request=[first, second, None])
-        alone = llm.generate(PROMPTS[1], GREEDY, use_tqdm=False, lora_request=second)[0]
+WHOLE_EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+RANKS: dict[str, dict[str, Any]] = {
+    "slices": {"tensor_parallel_size": 2},
+    "whole experts": WHOLE_EXPERTS,
+    "in turns, in torch": {
+        **WHOLE_EXPERTS,
+        "expert_placement_strategy": "round_robin",
+        "attention_backend": "torch",
+    },
+    "stages": {**WHOLE_EXPERTS, "pipeline_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("ranks", all_but_long(list(RANKS), ["whole experts"]))
+def test_ranks(tiny: Tiny, ranks: str) -> None:
+    """Ranks share each expert's inner width, or have whole experts."""
+    which = [*tiny.requests, None]
+    with engine(tiny.directory, max_loras=3, **RANKS[ranks]) as llm:
+        outputs = llm.generate(PROMPTS[:4], GREEDY, use_tqdm=False, lora_request=which)
+        alone = llm.generate(PROMPTS[1], GREEDY, use_tqdm=False, lora_request=which[1])[0]
     assert bits(alone) == bits(outputs[1])
-    for request, prompt, output in zip((first, second), PROMPTS, outputs, strict=False):
+    for request, prompt, output in zip(tiny.requests, PROMPTS, outputs, strict=False):
         check_logprobs(merged(tiny.model, Path(request.path)), prompt, output)
-    with (
-        engine(tiny.directory, tensor_parallel_size=2, enable_expert_parallel=True) as llm,
-        pytest.raises(UserError, match="adapters of this module are not supported"),
-    ):
-        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=first)
+
+
+@pytest.mark.parametrize("backend", all_but_long(["native", "torch"], ["native"]))
+def test_adapters_move_with_their_experts(tiny: Tiny, backend: str) -> None:
+    """Bits of ranks whose experts stay; loads come between moves, and copies of experts with an adapter replace others
+    without one."""
+    which = [*tiny.requests, None, tiny.requests[0]]
+    options = {**WHOLE_EXPERTS, "enable_eplb": True, "attention_backend": backend, "max_loras": 3}
+    stay = {"num_redundant_experts": 0, "step_interval": 10**6}
+    with engine(tiny.directory, eplb_config=stay, **options) as llm:
+        wanted = [bits(each) for each in llm.generate(PROMPTS, LONGER, use_tqdm=False, lora_request=which)]
+    moving = {"num_redundant_experts": 2, "window_size": 3, "step_interval": 4}
+    with engine(tiny.directory, eplb_config=moving, **options) as llm:
+        workers = llm._client._core._executor
+        places = [workers.expert_ranks()]
+        for number in (3, 2, 1, 0, 0):
+            found = llm.generate(PROMPTS[number:], LONGER, use_tqdm=False, lora_request=which[number:])
+            assert [bits(each) for each in found] == wanted[number:]
+            places.append(workers.expert_ranks())
+    assert len({str(each) for each in places}) > 2, "experts moved before and behind loads"
 
 
 def test_two_stages(tiny: Tiny) -> None:

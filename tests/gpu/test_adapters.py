@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ import torch
 from quire import LLM, LoRARequest
 from quire.errors import UserError
 from quire.outputs import RequestOutput
-from tests.fakes.adapters import write_adapter
+from tests.e2e.test_expert_adapters import down_alone
+from tests.fakes.adapters import stacked_names, write_adapter
 from tests.gpu.conftest import greedy, open_engine, tokens, with_graphs
 from tests.gpu.test_synchronising import no_synchronising
-from tests.models.families import deepseek_v3, qwen3
+from tests.models.families import FAMILIES, deepseek_v3, qwen3, qwen3_moe
 from tests.models.harness import random_prompts, randomize, save
 
 pytestmark = pytest.mark.gpu
@@ -25,6 +27,8 @@ LONG = 24 if ON_CARD else 3
 LENGTHS = [21, 5, 40, 3, 21, 5] if ON_CARD else [9, 3, 9, 3]
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_model_len": 128}
 Which = Sequence[LoRARequest | None]
+EXPERTS = {"qwen3-moe": partial(qwen3_moe, num_hidden_layers=1, norm_topk_prob=True), "llama4": FAMILIES["llama4"]}
+"""Small mixtures; weights of experts multiply results, or inputs."""
 
 
 class Tiny(NamedTuple):
@@ -45,13 +49,14 @@ class Tiny(NamedTuple):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Qwen3 with two adapters on all projections; prompts of both, and of the base."""
+    """Qwen3 with two adapters on all projections and the embedding, of which one is on the head too; prompts of both,
+    and of the base."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
     directory = tmp_path_factory.mktemp("adapters")
     model = randomize(qwen3(num_hidden_layers=3 if ON_CARD else 1, **sizes))
     save(model, directory / "base")
-    first = write_adapter(model, directory / "first", rank=16, seed=1)
-    second = write_adapter(model, directory / "second", rank=3, seed=2, use_rslora=True)
+    first = write_adapter(model, directory / "first", rank=16, seed=1, tables=("embedding",))
+    second = write_adapter(model, directory / "second", rank=3, seed=2, use_rslora=True, tables=("head", "embedding"))
     adapters = [LoRARequest("first", 1, str(first)), LoRARequest("second", 2, str(second)), None]
     which = [adapters[index % 3] for index in range(len(LENGTHS))]
     return Tiny(directory / "base", which, random_prompts(LENGTHS, 97))
@@ -150,6 +155,34 @@ def test_a_slot_changes_between_steps(tiny: Tiny, tmp_path: Path, expected: list
             llm.sleep(level=level)
             llm.wake_up()
             assert tokens(tiny.complete(llm, tiny.rows)) == tokens(expected)
+
+
+@pytest.mark.parametrize("graphs", [None, with_graphs("full_and_piecewise")])
+@pytest.mark.parametrize("family", ["qwen3-moe", "llama4"])
+def test_experts(family: str, graphs: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Two adapters of experts and the base in one batch."""
+    model = randomize(EXPERTS[family]())
+    save(model, tmp_path / "base")
+    paths = [
+        write_adapter(model, tmp_path / name, seed=seed, rank=4, experts=experts)
+        for seed, (name, experts) in enumerate(
+            (("all", stacked_names), ("some", stacked_names if family == "llama4" else down_alone)), 1
+        )
+    ]
+    which = [*(LoRARequest(path.name, 1 + index, str(path)) for index, path in enumerate(paths)), None]
+    prompts: Any = [{"prompt_token_ids": each} for each in random_prompts([9, 3, 5], 97)]
+    params = greedy(2, logprobs=2)
+    options = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "num_threads": 1, **LORA}
+    with LLM(str(tmp_path / "base"), **options) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False, lora_request=which)
+    with open_engine(tmp_path / "base", batch_invariant=True, **LORA, **(graphs or {})) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False, lora_request=which)
+        alone = llm.generate(prompts[0], params, use_tqdm=False, lora_request=which[0])
+    assert tokens(found) == tokens(expected)
+    assert bits(alone) == bits(found[:1])
+    for own, wanted in zip(bits(found), bits(expected), strict=True):
+        for entry, known in zip(own, wanted, strict=True):
+            assert entry == pytest.approx(known, abs=1e-3)
 
 
 def test_matrices_of_several_layers(tmp_path: Path) -> None:

@@ -297,24 +297,6 @@ def test_experts_that_may_be_changed(tmp_path: Path) -> None:
         load(adapters_of(directory, replace(LIMITS, target_modules=("gate_up_proj",))), whole)
 
 
-def test_a_device_refuses_adapters_of_experts(tmp_path: Path) -> None:
-    model = randomize(mixtral(3, 1, num_hidden_layers=1))
-    storage = TorchAdapterStorage(1, 16, torch.float32, torch.device("cpu"))
-    storage.adds_in_torch = False
-    config = load_model_config(
-        str(save(model, tmp_path / "base")), dtype="float32", max_model_len=None, revision=None, config_only=False
-    )
-    found = ModelAdapters(LIMITS, storage)
-    load_model(config, LoadConfig("auto", 0), SINGLE_RANK, extras=Extras(adapters=found))
-    for name in ("experts.0.w1", "experts", "experts.base_layer"):
-        tensors = {
-            f"{PREFIX}model.layers.0.block_sparse_moe.{name}.lora_{part}.weight": torch.ones(8, 8) for part in "AB"
-        }
-        directory = write(tmp_path / name, tensors, {"r": 8, "lora_alpha": 8})
-        with pytest.raises(ModelLoadError, match=rf"{name}': adapters of this module are not supported"):
-            load(found, directory)
-
-
 def test_modules_that_may_be_changed(tmp_path: Path) -> None:
     limits = AdaptersConfig(max_running=1, max_rank=16, num_slots=1, target_modules=("q_proj", "v_proj"))
     found = adapters_of(save(MODEL, tmp_path / "base"), limits)

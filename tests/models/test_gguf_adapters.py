@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from quire.adapter_orders import AdapterRef
 from quire.config.adapter_files import content_digest, open_adapter
 from quire.errors import ModelLoadError, UserError
 from quire.models.adapters import ModelAdapters
+from tests.e2e.test_expert_adapters import usual_names
 from tests.fakes.adapters import PREFIX, write_adapter
-from tests.models.families import llama, qwen3
+from tests.models.families import llama, qwen3, qwen3_moe
 from tests.models.harness import randomize, save
 from tests.models.test_adapters import LIMITS, adapters_of
 
@@ -30,6 +32,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -53,15 +59,20 @@ def to_gguf(
         writer.add_float32("adapter.lora.alpha", alpha)
     for key, value in keys.items():
         writer.add_array(key, value)
-    for name, tensor in load_file(directory / "adapter_model.safetensors").items():
+    stacks: dict[str, list[np.ndarray]] = {}
+    tensors = load_file(directory / "adapter_model.safetensors")
+    for name in sorted(tensors, key=lambda name: [int(each) for each in re.findall(r"\d+", name)]):
+        tensor = tensors[name]
         layer, _, module = name.removeprefix(f"{PREFIX}model.layers.").partition(".")
         module, _, part = module.removesuffix(".weight").rpartition(".lora_")
         values = tensor.numpy()
         if part == "B" and module in heads:
             count = heads[module]
             values = values.reshape(count, 2, len(values) // count // 2, -1).swapaxes(1, 2).reshape(values.shape)
-        own = f"blk.{layer}.{NAMES[module]}.weight.lora_{part.lower()}"
-        writer.add_tensor(rename(own), np.ascontiguousarray(values))
+        own = f"blk.{layer}.{NAMES[re.sub('experts.[0-9]+', 'experts', module)]}.weight.lora_{part.lower()}"
+        stacks.setdefault(rename(own), []).append(values)
+    for own, found in stacks.items():
+        writer.add_tensor(own, np.ascontiguousarray(np.stack(found) if "_exps" in own else found[0]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,6 +87,8 @@ def load(adapters: ModelAdapters, path: Path) -> list[Any]:
 
 
 def small(architecture: str) -> tuple[PreTrainedModel, dict[str, int]]:
+    if architecture == "qwen3moe":
+        return randomize(qwen3_moe()), {}
     if architecture == "llama":
         heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}
         return randomize(llama(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)), heads
@@ -83,13 +96,16 @@ def small(architecture: str) -> tuple[PreTrainedModel, dict[str, int]]:
 
 
 @pytest.mark.parametrize("alpha", [16.0, None])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3moe"])
 def test_the_matrices_of_peft(architecture: str, alpha: float | None, tmp_path: Path) -> None:
-    """Ranks may differ, and without alpha scales are 1."""
+    """Ranks may differ, and without alpha scales are 1. A layer's experts lie in one tensor."""
     model, heads = small(architecture)
     adapters = adapters_of(save(model, tmp_path / "base"))
     ranks: dict[str, Any] = {"rank": 8, "rank_of": lambda name: 3 if name.endswith("up_proj") else None}
-    plain = write_adapter(model, tmp_path / "peft", rank_pattern={"up_proj": 3}, lora_alpha=16, **ranks)
+    if architecture == "qwen3moe":
+        ranks = {"rank": 8, "rank_of": lambda name: 3 if name.endswith("v_proj") else None, "experts": usual_names}
+    pattern = {"v_proj" if architecture == "qwen3moe" else "up_proj": 3}
+    plain = write_adapter(model, tmp_path / "peft", rank_pattern=pattern, lora_alpha=16, **ranks)
     wanted = load(adapters, plain)
     path = to_gguf(plain, tmp_path / "adapter.gguf", architecture, heads, alpha=alpha)
     assert open_adapter(str(path), LIMITS).digest == content_digest(path)
@@ -109,6 +125,7 @@ def test_the_matrices_of_peft(architecture: str, alpha: float | None, tmp_path: 
         ({"adapter.alora.invocation_tokens": [1, 2]}, "aLoRA"),
         ({"rename": lambda name: name.replace("attn_q", "attn_x")}, "does not belong to a model of its architecture"),
         ({"rename": lambda name: name.replace(".lora_b", ".lora_c")}, "is no matrix of an adapter"),
+        ({"rename": lambda name: name.replace("ffn_up", "ffn_up_exps")}, "is no matrix|does not belong"),
         ({"rename": lambda name: name.replace("blk.1.attn_v.weight.lora_a", "blk.5.attn_v.weight.lora_a")}, "missing"),
     ],
 )

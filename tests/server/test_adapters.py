@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import httpx
@@ -53,6 +54,8 @@ async def check_routes(client: httpx.AsyncClient, directory: Path, paths: dict[s
         found: str = response.json()["choices"][0]["text"]
         return found
 
+    (directory / "broken").mkdir()
+    (directory / "broken" / "adapter_config.json").write_text("this is not json")
     texts = {name: await text(name) for name in ("base", "one", "two")}
     assert len(set(texts.values())) == 3
     load = {"lora_name": "mine", "lora_path": paths["two"]}
@@ -61,7 +64,7 @@ async def check_routes(client: httpx.AsyncClient, directory: Path, paths: dict[s
     assert await text("mine") == texts["two"]
     answer = await post("/v1/load_lora_adapter", json=load)
     assert answer.status_code == 400
-    assert "has been loaded already" in answer.json()["error"]["message"]
+    assert "has already been loaded" in answer.json()["error"]["message"]
     answer = await post("/v1/load_lora_adapter", json={**load, "lora_path": paths["one"], "load_inplace": True})
     assert answer.status_code == 200
     assert await text("mine") == texts["one"]
@@ -76,11 +79,14 @@ async def check_routes(client: httpx.AsyncClient, directory: Path, paths: dict[s
     for body, message in (
         ({"lora_name": "x"}, "Both 'lora_name' and 'lora_path'"),
         ({"lora_name": "base", "lora_path": paths["one"]}, "is the model's own"),
-        ({"lora_name": "x", "lora_path": str(directory / "none")}, "is no directory"),
+        ({"lora_name": "x", "lora_path": str(directory / "broken")}, "adapter_config.json"),
     ):
         answer = await post("/v1/load_lora_adapter", json=body)
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
+    answer = await post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(directory / "none")})
+    assert answer.status_code == 404
+    assert "is no directory" in answer.json()["error"]["message"]
     matrices = {"q_proj.lora_A": torch.zeros(4, 7), "q_proj.lora_B": torch.zeros(7, 4)}
     layer = "base_model.model.model.layers.0.self_attn"
     write(directory / "misfit", {f"{layer}.{name}.weight": each for name, each in matrices.items()}, MISFIT)
@@ -89,8 +95,31 @@ async def check_routes(client: httpx.AsyncClient, directory: Path, paths: dict[s
     for path, more in (("completions", BODY), ("chat/completions", CHAT), ("responses", {"input": "abc"})):
         answer = await post(f"/v1/{path}", json={**more, "model": "misfit"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model"), answer.text
+    await check_many(client, directory, texts)
     for name in ("../one", "..", "none"):
         assert (await post("/v1/completions", json={**BODY, "model": name})).status_code == 404
+
+
+async def check_many(client: httpx.AsyncClient, directory: Path, texts: dict[str, str]) -> None:
+    """As vLLM's own checks: more adapters than slots are loaded and used at once, with beams too, beside loads that
+    fail. texts: those of the adapters of the directory, by name."""
+
+    async def use(number: int) -> None:
+        own = ("one", "two")[number % 2]
+        load = {"lora_name": f"adapter {number}", "lora_path": str(directory / own)}
+        assert (await client.post("/v1/load_lora_adapter", json=load)).status_code == 200
+        body = {**BODY, "model": load["lora_name"]}
+        for beams in ({}, {"use_beam_search": True, "n": 2}, {}):
+            answer = await client.post("/v1/completions", json={**body, **beams})
+            assert answer.status_code == 200, answer.text
+            assert beams or answer.json()["choices"][0]["text"] == texts[own]
+
+    async def fail(name: str, status: int) -> None:
+        for _ in range(10):
+            load = {"lora_name": "bad", "lora_path": str(directory / name)}
+            assert (await client.post("/v1/load_lora_adapter", json=load)).status_code == status
+
+    await asyncio.gather(*map(use, range(8)), fail("none", 404), fail("broken", 400))
 
 
 async def test_a_server_without_adapters(model_path: Path) -> None:

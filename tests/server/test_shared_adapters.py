@@ -98,7 +98,7 @@ async def test_a_name_that_another_has_given(pair: tuple[Process, Process], dire
     first, second = pair
     assert second.served.names == []
     await first.served.load(LoraModule("mine", str(directory / "one")))
-    with pytest.raises(UserError, match="has been loaded already"):
+    with pytest.raises(UserError, match="has already been loaded"):
         await second.served.load(LoraModule("mine", str(directory / "two")))
     assert second.digest("mine") == first.digest("mine")
 
@@ -122,7 +122,7 @@ async def test_news_of_another_process_while_one_tries_an_adapter(
     monkeypatch.setattr(second.served, "_try", meanwhile)
     loading = second.served.load(LoraModule("mine", str(directory / "two")), load_inplace=load_inplace)
     if name == "mine" and not load_inplace:
-        with pytest.raises(UserError, match="has been loaded already"):
+        with pytest.raises(UserError, match="has already been loaded"):
             await loading
         assert second.digest("mine") != expected.digest("mine")
     else:

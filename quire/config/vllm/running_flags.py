@@ -8,7 +8,6 @@ ONE_MACHINE = "all ranks run on this machine"
 ONE_ROUTER = "all replicas are on this machine, behind the server's own router: --data-parallel-size says how many"
 NO_EXPERT_RANKS = "the ranks of a host have all tokens, and add up what experts give over shared memory"
 ALL_RANKS_ALIKE = "the ranks of a host add up over shared memory"
-NO_EXPERT_ADAPTERS = "experts take no adapters yet"
 KERNELS_CHOSEN = "kernels are chosen by the device and the shape"
 MEASURED = "/metrics always has what is measured"
 ONE_PLACE = "the KV cache serves one engine"
@@ -77,13 +76,13 @@ ADAPTERS: tuple[VllmFlag, ...] = (
     to("lora_dtype", "text"),
     refused("enable_tower_connector_lora", "flag", "adapters change the language model alone", False),
     to("max_cpu_loras", "int", why="a CPU has one level: as many adapters stay loaded"),
-    noted("max_lora_cls_labels", "int", "classifiers take no adapters yet"),
+    noted("max_lora_cls_labels", "int", "an adapter's head has the base's labels"),
     so("fully_sharded_loras", "flag", "each rank keeps of an adapter what its share of the layers needs", False, True),
     to("lora_target_modules", "texts"),
     refused("default_mm_loras", "json", "no adapter is chosen by the kind of a prompt", {}),
     so("specialize_active_lora", "flag", "a step reads the adapters of its tokens alone", False, True),
-    refused("enable_mixed_moe_lora_format", "flag", NO_EXPERT_ADAPTERS, False),
-    refused("enable_moe_shared_loras", "flag", NO_EXPERT_ADAPTERS, False),
+    so("enable_mixed_moe_lora_format", "flag", "experts' adapters of both forms run side by side", False, True),
+    refused("enable_moe_shared_loras", "flag", "each expert has matrices of its own", False),
 )
 
 OBSERVABILITY: tuple[VllmFlag, ...] = (

@@ -71,8 +71,8 @@ class AdapterMatrices:
         self.scales[slot - 1, piece] = scale
         self.ranks[slot - 1, piece] = rank
 
-    def clear(self, slot: int) -> None:
-        self.ranks[slot - 1].zero_()
+    def clear(self, slot: int, count: int = 1) -> None:
+        self.ranks[slot - 1 : slot - 1 + count].zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,15 @@ def _shrink_kernel(
     a,
     ranks,
     scales,
+    factors,
     out,
     rows,
     tiles,
     num_rows,
     x_stride,
     K: tl.constexpr,
+    REPEATS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     PIECES: tl.constexpr,
     MAX_RANK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -127,7 +130,7 @@ def _shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile, rows of A of a piece, split of K): out[split, row, piece * MAX_RANK + r] = scale * x A^T."""
+    """Program (tile, rows of A of a piece, split of K): out[split, row, piece * MAX_RANK + r] = factors x A^T."""
     BLOCKS: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
     LENGTH: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
     SAME: tl.constexpr = x.dtype.element_ty == a.dtype.element_ty
@@ -146,10 +149,13 @@ def _shrink_kernel(
             for start in range(bound(begin), bound(tl.minimum(begin + LENGTH, K)), BLOCK_K):
                 k = start + tl.arange(0, BLOCK_K)
                 present = k < K
-                part = tl.load(x + row[:, None] * x_stride + k[None, :], mask=present[None, :], other=0.0)
+                from_x = x + (row // REPEATS)[:, None] * x_stride + k[None, :]
+                part = tl.load(from_x, mask=present[None, :], other=0.0)
                 weight = tl.load(from_a[None, :] + k[:, None], mask=present[:, None], other=0.0)
                 total = dot(part.to(DTYPE), weight.to(DTYPE), total)
             total *= tl.load(scales + slot * PIECES + piece)
+            if HAS_FACTORS:
+                total *= tl.load(factors + row)[:, None]
             to = out + (tl.program_id(2).to(tl.int64) * num_rows + row) * (PIECES * MAX_RANK) + piece * MAX_RANK
             tl.store(to[:, None] + r[None, :], total, mask=inside[:, None] & (r < rank)[None, :])
 
@@ -202,31 +208,66 @@ def _expand_kernel(
             tl.store(to, narrow(total, y.dtype.element_ty), mask=mask)
 
 
-def add_adapted(matrices: AdapterMatrices, x: torch.Tensor, y: torch.Tensor, order: SlotTiles) -> None:
-    """Add the adapters' results to y. x: [T, inputs]; y: [T, columns], rows may be strided; any float dtypes. order:
-    of these rows."""
-    num_rows, inputs = x.shape
+@triton.jit
+def _look_up_kernel(
+    indices,
+    a,
+    ranks,
+    scales,
+    out,
+    rows,
+    tiles,
+    K: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Program (tile, rows of A): out[row, r] = scale * A[r, index of the row]."""
+    slot = tl.load(tiles + 3 * tl.program_id(0)).to(tl.int64) - 1
+    if slot >= 0:
+        rank = tl.load(ranks + slot)
+        r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        row, inside = _tile(rows, tiles, ROWS)
+        mask = inside[:, None] & (r < rank)[None, :]
+        at = a + (slot * MAX_RANK + r)[None, :] * K + tl.load(indices + row)[:, None]
+        total = tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.load(scales + slot)
+        tl.store(out + row[:, None] * MAX_RANK + r[None, :], total, mask=mask)
+
+
+def add_adapted(
+    matrices: AdapterMatrices,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    order: SlotTiles,
+    factors: torch.Tensor | None = None,
+    repeats: int = 1,
+) -> None:
+    """Add the adapters' results to y. x: [T / repeats, inputs], y: [T, columns], rows may be strided; any float
+    dtypes. order: y's. factors: [T] float32."""
+    (num_rows, _), inputs = y.shape, x.shape[1]
     if num_rows == 0:
         return
-    assert x.stride(1) == y.stride(1) == 1, "the elements of a row lie side by side"
+    assert x.stride(1) == 1, "the elements of a row lie side by side"
     _, pieces, max_rank, _ = matrices.a.shape
     splits = max(1, min(MOST_SPLITS, inputs // SPLIT))
     block_r = min(MOST_RANKS, max(16, next_power_of_2(max_rank)))
     inner = torch.empty(splits, num_rows, pieces * max_rank, dtype=torch.float32, device=x.device)
-    num_tiles = len(order.tiles)
     launch(
         _shrink_kernel,
-        (num_tiles, pieces * blocks_of(max_rank, block_r), splits),
+        (len(order.tiles), pieces * blocks_of(max_rank, block_r), splits),
         x,
         matrices.a,
         matrices.ranks,
         matrices.scales,
+        factors,
         inner,
         order.rows,
         order.tiles,
         num_rows,
         x.stride(0),
         K=inputs,
+        REPEATS=repeats,
+        HAS_FACTORS=factors is not None,
         PIECES=pieces,
         MAX_RANK=max_rank,
         SPLITS=splits,
@@ -236,9 +277,42 @@ def add_adapted(matrices: AdapterMatrices, x: torch.Tensor, y: torch.Tensor, ord
         num_warps=4,
         num_stages=3,
     )
+    _expand(matrices, inner, y, order)
+
+
+def add_looked_up(matrices: AdapterMatrices, indices: torch.Tensor, y: torch.Tensor, order: SlotTiles) -> None:
+    """Add to y, [T, columns], from a table. indices: [T] int64, of inputs; matrices: one piece."""
+    if len(y) == 0:
+        return
+    _, pieces, max_rank, num_indices = matrices.a.shape
+    assert pieces == 1, "a table has one matrix"
+    block_r = min(MOST_RANKS, next_power_of_2(max_rank))
+    inner = torch.empty(1, len(y), max_rank, dtype=torch.float32, device=y.device)
+    launch(
+        _look_up_kernel,
+        (len(order.tiles), blocks_of(max_rank, block_r)),
+        indices,
+        matrices.a,
+        matrices.ranks,
+        matrices.scales,
+        inner,
+        order.rows,
+        order.tiles,
+        K=num_indices,
+        MAX_RANK=max_rank,
+        ROWS=ROWS,
+        BLOCK_R=block_r,
+        num_warps=4,
+    )
+    _expand(matrices, inner, y, order)
+
+
+def _expand(matrices: AdapterMatrices, inner: torch.Tensor, y: torch.Tensor, order: SlotTiles) -> None:
+    _, pieces, max_rank, _ = matrices.a.shape
+    assert y.stride(1) == 1, "the elements of a row lie side by side"
     launch(
         _expand_kernel,
-        (num_tiles, len(matrices.blocks)),
+        (len(order.tiles), len(matrices.blocks)),
         inner,
         matrices.b,
         matrices.ranks,
@@ -247,15 +321,15 @@ def add_adapted(matrices: AdapterMatrices, x: torch.Tensor, y: torch.Tensor, ord
         matrices.places,
         order.rows,
         order.tiles,
-        num_rows,
+        len(y),
         y.stride(0),
         matrices.b.shape[1],
         PIECES=pieces,
         MAX_RANK=max_rank,
-        SPLITS=splits,
+        SPLITS=len(inner),
         ROWS=ROWS,
         COLUMNS=COLUMNS,
-        BLOCK_R=block_r,
+        BLOCK_R=min(MOST_RANKS, max(16, next_power_of_2(max_rank))),
         num_warps=4,
         num_stages=2,
     )

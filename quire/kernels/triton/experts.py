@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import KINDS, activate
+from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
 from quire.kernels.triton.matmul import GROUP_M, ProductTiles, grouped, stored_tiles
 from quire.kernels.triton.quantize_rows import round_rows
 from quire.kernels.triton.routing import ExpertTiles, sort_by_expert
@@ -23,6 +24,14 @@ EXPERT_COLUMNS = 64
 FEW_ROWS = 16
 """Pairs of a tile where an expert has few."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _gated(gate, up, limit, HAS_LIMIT: tl.constexpr, KIND: tl.constexpr):
+    if HAS_LIMIT:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+    return activate(gate, KIND) * up
 
 
 @triton.jit(do_not_specialize=["together"])
@@ -56,6 +65,7 @@ def _experts_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     KIND: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -94,15 +104,27 @@ def _experts_kernel(
                 second += tl.load(bias + expert * PARTS * n + n + column).to(tl.float32)[None, :]
         if HAS_BIAS:
             first += tl.load(bias + expert * PARTS * n + column).to(tl.float32)[None, :]
-        if FIRST:
-            if HAS_LIMIT:
-                first = tl.minimum(first, limit)
-                second = tl.minimum(tl.maximum(second, -limit), limit) + 1.0
-            first = activate(first, KIND) * second
+        to = out + pair[:, None] * n + columns[None, :]
+        mask = row_inside[:, None] & column_inside[None, :]
+        if APART:
+            to += pair[:, None] * n
+            tl.store(to + n, second, mask=mask)
+        elif FIRST:
+            first = _gated(first, second, limit, HAS_LIMIT, KIND)
         elif WEIGHS:
             first = first * share[:, None]
-        to = out + pair[:, None] * n + columns[None, :]
-        tl.store(to, narrow(first, out.dtype.element_ty), mask=row_inside[:, None] & column_inside[None, :])
+        tl.store(to, narrow(first, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_kernel(wide, out, width, limit, HAS_LIMIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    pair = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    at = wide + pair * 2 * width + columns
+    gate, up = tl.load(at, mask=inside, other=0.0), tl.load(at + width, mask=inside, other=0.0)
+    result = _gated(gate, up, limit, HAS_LIMIT, KIND)
+    tl.store(out + pair * width + columns, narrow(result, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -122,6 +144,22 @@ def _combine_kernel(
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertAdapterMatrices:
+    """Adapters by (slot, expert); wide: gate's and up's. slots: rows', [T] int64."""
+
+    wide: AdapterMatrices | None
+    down: AdapterMatrices | None
+    slots: torch.Tensor
+    num_slots: int
+
+    def order(self, routing: torch.Tensor, num_experts: int) -> SlotTiles:
+        top_k = routing.shape[1] // 2
+        chosen = routing[:, :top_k].long().clamp(0, num_experts - 1)  # of a row of NaN they are any number
+        groups = (self.slots[:, None] - 1) * num_experts + chosen + 1
+        return SlotTiles.of(torch.where(self.slots[:, None] > 0, groups, 0).flatten(), self.num_slots * num_experts)
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertMatrices:
     """Matrices of all experts, stacked (see ExpertWeights). Biases: [E, rows of a matrix] in the activations' dtype, or
     None. rounds_activations: see `matmul`."""
@@ -131,6 +169,7 @@ class ExpertMatrices:
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     rounds_activations: bool = False
+    adapters: ExpertAdapterMatrices | None = None
 
     def rounds(self, matrix: StoredMatrix) -> bool:
         return self.rounds_activations and matrix.multiplies_bytes
@@ -186,6 +225,7 @@ class ExpertProducts:
     weighs_input: bool
 
     def apply(self, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        adapters = self.matrices.adapters
         num_rows, size = x.shape
         num_experts, _, intermediate = self.matrices.down.shape
         top_k = routing.shape[1] // 2
@@ -194,14 +234,46 @@ class ExpertProducts:
         dtype = x.dtype if self.plan.narrows else torch.float32
         results = torch.empty(num_rows * top_k, size, dtype=dtype, device=x.device)
         shares = routing[:, top_k:]
-        self.multiply(x, order, shares, inner, is_first=True)
+        if adapters is None:
+            self.multiply(x, order, shares, inner, is_first=True)
+            self.multiply(inner, order, shares, results, is_first=False)
+            return combined(results, residual, x, top_k)
+        pairs, factors = adapters.order(routing, num_experts), shares.flatten().contiguous()
+        wide = torch.empty(num_rows * top_k, 2 * intermediate, dtype=torch.float32, device=x.device)
+        self.multiply(x, order, shares, wide, is_first=True, apart=True)
+        if adapters.wide is not None:
+            add_adapted(adapters.wide, x, wide, pairs, factors if self.weighs_input else None, repeats=top_k)
+        self._gate(wide, inner)
         self.multiply(inner, order, shares, results, is_first=False)
+        if adapters.down is not None:
+            add_adapted(adapters.down, inner, results, pairs, None if self.weighs_input else factors)
         return combined(results, residual, x, top_k)
 
+    def _gate(self, wide: torch.Tensor, out: torch.Tensor) -> None:
+        launch(
+            _gate_kernel,
+            (len(out), blocks_of(out.shape[1], COLUMNS)),
+            wide,
+            out,
+            out.shape[1],
+            self.limit or 0.0,
+            HAS_LIMIT=self.limit is not None,
+            KIND=KINDS[self.activation],
+            BLOCK=COLUMNS,
+            num_warps=4,
+        )
+
     def multiply(
-        self, x: torch.Tensor, order: ExpertTiles, shares: torch.Tensor, out: torch.Tensor, *, is_first: bool
+        self,
+        x: torch.Tensor,
+        order: ExpertTiles,
+        shares: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        is_first: bool,
+        apart: bool = False,
     ) -> None:
-        """Gate and up with the activation, or down. out: [pairs, n]."""
+        """Gate and up with the activation, or down. out: [pairs, n]. apart: no activation, [pairs, 2 n] float32."""
         matrices, plan = self.matrices, self.plan
         matrix, bias, tiles = (
             (matrices.gate_up, matrices.gate_up_bias, plan.gate_up)
@@ -212,10 +284,10 @@ class ExpertProducts:
         assert plan.gate_up.block_m == plan.down.block_m, "rows are sorted into tiles once"
         assert x.stride(1) == 1, "the elements of a row lie side by side"
         rounded = round_rows(x, matrix) if rounds else None
-        rows = x if rounded is None else rounded.codes
+        rows, width = x if rounded is None else rounded.codes, out.shape[1] // 2 if apart else out.shape[1]
         launch(
             _experts_kernel,
-            (len(order.tiles), blocks_of(out.shape[1], tiles.block_n)),
+            (len(order.tiles), blocks_of(width, tiles.block_n)),
             rows,
             None if rounded is None else rounded.scales,
             *matrix.tensors,
@@ -224,7 +296,7 @@ class ExpertProducts:
             order.pairs,
             order.tiles,
             shares,
-            out.shape[1],
+            width,
             rows.stride(0),
             0 if rounded is None else rounded.scales.stride(0),
             shares.stride(0),
@@ -238,6 +310,7 @@ class ExpertProducts:
             HAS_BIAS=bias is not None,
             HAS_LIMIT=self.limit is not None,
             KIND=KINDS[self.activation],
+            APART=apart,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -318,13 +319,17 @@ def read_gguf_matrices(path: Path, heads: tuple[int, int]) -> dict[str, dict[str
                 b = matrices["B"].float().numpy()
                 rows = _halves_apart(b, heads[_ROTATED[own]], pair["B"].name)
                 matrices["B"] = torch.from_numpy(rows.copy())
-            found[module] = matrices
+            if EXPERT not in module:
+                found[module] = matrices
+                continue
+            for expert, (a, b) in enumerate(zip(matrices["A"], matrices["B"], strict=True)):
+                found[module.replace(EXPERT, str(expert))] = {"A": a, "B": b}
         return found
 
 
 def _matrix_of(file: GGUFFile, entry: TensorEntry) -> torch.Tensor:
-    rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(entry.shape[0], -1)
+    rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(math.prod(entry.shape[:-1]), -1)
     dtype = PLAIN_DTYPES.get(entry.type.name)
     if dtype is not None:
         return torch.from_numpy(rows.copy()).view(dtype).view(entry.shape)
-    return taken_apart(rows, entry.type).dequantize()
+    return taken_apart(rows, entry.type).dequantize().view(entry.shape)

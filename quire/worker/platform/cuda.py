@@ -402,6 +402,8 @@ class CudaPlatform:
         plans = warm_up_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens)
         hidden = torch.zeros(2, compute.model.output_size, dtype=getattr(torch, model.dtype), device=self._device)
         warm_up(launch, compute, plans, compute.model.compute_logits(hidden))
+        if self.adapters is not None:  # compiles their kernels of the head
+            compute.model.compute_logits(hidden, torch.zeros(2, dtype=torch.int64, device=self._device))
         compute.passes.capture_at_start(compute.padding)
         if compute.columns.drafts is not None:
             compute.columns.drafts.prepare(max_num_tokens)

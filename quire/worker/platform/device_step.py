@@ -161,18 +161,25 @@ class DeviceCompute:
         logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
         overlaid = None if batch.overlay is None else upload.add(batch.overlay.rows)
         sampled = [] if samples is None else [upload.add(column) for column in samples.columns]
+        read = samples if pooled is None else pooled
+        slots = None if read is None else self.columns.values.of_rows(ADAPTER_SLOTS, read.rows)
+        read_slots = None if slots is None else upload.add(slots.numpy())
         pooled_rows = None if pooled is None else (upload.add(pooled.starts), upload.add(pooled.ends))
         drafts = None
         if self.columns.drafts is not None and len(batch.rows):
             drafts = self.columns.drafts.stage(plan, batch, samples, upload)
         upload.send()
         writes.apply(upload, self.columns.arena.words)
-        return DeviceStep(self, batch, copies, columns, logits_rows, overlaid, sampled, pooled_rows, drafts)
+        sections = columns, logits_rows, overlaid, sampled, read_slots, pooled_rows
+        return DeviceStep(self, batch, copies, *sections, drafts)
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         # Straight from the row: the tokens need not be known here.
         targets = self.token_table[row, start : start + len(hidden)]
-        return self.sampler.logprobs(self.model.compute_logits(hidden), targets, num_top)
+        slots = self.columns.values.of_rows(ADAPTER_SLOTS, np.array([row]))
+        if slots is not None:
+            slots = torch.full((len(hidden),), int(slots), device=hidden.device)
+        return self.sampler.logprobs(self.model.compute_logits(hidden, slots), targets, num_top)
 
     def copy_out(self, tensors: Iterable[torch.Tensor]) -> PendingCopy:
         return self.streams.copy_out(tensors)
@@ -191,7 +198,7 @@ class DeviceCompute:
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """One plan in progress on a GPU. Sections are places in the upload. columns: fields of StepColumns, in order;
-    sampled: `SampleRows.columns`."""
+    sampled: `SampleRows.columns`. read_slots: adapters'."""
 
     compute: DeviceCompute
     batch: InputBatch
@@ -200,6 +207,7 @@ class DeviceStep:
     logits_rows: Section | None
     overlaid: Section | None
     sampled: Sequence[Section]
+    read_slots: Section | None
     pooled: tuple[Section, Section] | None
     drafts: DraftSections | None
 
@@ -239,9 +247,13 @@ class DeviceStep:
         drafts = compute.columns.drafts
         if drafts is not None and self.drafts is not None:
             lengths = drafts.correct_lengths(lengths, self.drafts, compute.upload)
-        logits = compute.model.compute_logits(hidden.index_select(0, last_index))
+        logits = compute.model.compute_logits(hidden.index_select(0, last_index), self._read_slots)
         batch = SampleBatch(samples.rows, rows, lengths, num_prompt_tokens, compute.token_table)
         return compute.sampler.sample(logits, batch, masks)
+
+    @property
+    def _read_slots(self) -> torch.Tensor | None:
+        return None if self.read_slots is None else self.compute.upload.view(self.read_slots).long()
 
     def accept(
         self, hidden: torch.Tensor, samples: Samples | None, sampled: SampleRows | None, requests: RequestState
@@ -265,7 +277,7 @@ class DeviceStep:
         starts, ends = map(compute.upload.view, self.pooled)
         vectors = hidden.index_select(0, starts) if pooled.are_single else mean_rows(hidden, starts, ends)
         if compute.has_head:
-            vectors = compute.model.compute_logits(vectors)
+            vectors = compute.model.compute_logits(vectors, self._read_slots)
         return Deferred((vectors.float(),), lambda hosts: next(hosts).numpy())
 
 

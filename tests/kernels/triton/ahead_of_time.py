@@ -58,14 +58,14 @@ from quire.kernels.arguments import (
 )
 from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.activation import activation
-from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
+from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted, add_looked_up
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.delta_prompt import prompt_rule
 from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts, recall_drafts
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.encoder_attention import attend_both_ways
-from quire.kernels.triton.experts import ExpertMatrices, apply_experts
+from quire.kernels.triton.experts import ExpertAdapterMatrices, ExpertMatrices, apply_experts
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, rule_parts, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.model_drafts import begin_pass, last_tokens, write_behind, write_guesses
@@ -218,6 +218,14 @@ def adapter_calls() -> Calls:
     for rank, dtype in ((16, torch.bfloat16), (512, torch.bfloat16), (16, torch.float32)):
         matrices = AdapterMatrices.empty(4, rank, 4096, pieces, dtype, torch.device("cpu"))
         calls.append(partial(add_adapted, matrices, empty(8, 4096), empty(8, 6144), order))
+        table = AdapterMatrices.empty(4, rank, 151936, [(0, 4096)], dtype, torch.device("cpu"))
+        calls.append(partial(add_looked_up, table, empty(8, dtype=torch.int64), empty(8, 4096), order))
+        pairs = empty(64, 6144, dtype=torch.float32)
+        calls.append(partial(add_adapted, matrices, empty(8, 4096), pairs, order, empty(64, dtype=torch.float32), 8))
+    of_experts = ExpertAdapterMatrices(None, None, torch.ones(1024, dtype=torch.int64), 4)
+    stored = [StoredMatrix.plain(empty(8, *shape)) for shape in ((1536, 2048), (2048, 768))]
+    stack, rows = ExpertMatrices(*stored, None, None, adapters=of_experts), (empty(1024, 2048), torch.zeros(1024, 4))
+    calls.append(lambda: apply_experts(stack, *rows, None, "silu", None, False))
     return calls
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from quire.kernels.triton.adapters import ROWS, AdapterMatrices, SlotTiles, add_adapted
+from quire.kernels.triton.adapters import ROWS, AdapterMatrices, SlotTiles, add_adapted, add_looked_up
 from tests.kernels.triton.helpers import assert_near, random, spread_rows
 from tests.long import all_but_long
 
@@ -70,6 +70,45 @@ def test_against_float64(dtype: torch.dtype, stored: torch.dtype, device: torch.
     assert_near(found.cpu(), wanted, roundings=3, scale=8)
     assert torch.equal(found[slots == 0], y[slots == 0])
     assert torch.equal(found[slots == 2, :70], y[slots == 2, :70])
+
+
+def test_rows_that_share_an_input_and_have_factors(device: torch.device) -> None:
+    """As the pairs of a token and its experts."""
+    matrices, plain = adapters(device, torch.float32, inputs=160)
+    x, y = random(device, 15, 160), random(device, 45, 103, seed=2)
+    slots = torch.randint(0, 4, (45,), generator=torch.Generator().manual_seed(1))
+    factors = random(device, 45, seed=6).abs()
+    added = twin(plain, x.repeat_interleave(3, 0), torch.zeros_like(y), slots)
+    found = y.clone()
+    add_adapted(matrices, x, found, SlotTiles.of(slots.to(device), NUM_SLOTS), factors, repeats=3)
+    assert_near(found.cpu(), y.cpu().double() + factors.cpu().double()[:, None] * added, roundings=3, scale=8)
+    assert torch.equal(found[slots == 0], y[slots == 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_table(dtype: torch.dtype, device: torch.device) -> None:
+    """Against float64, and the same bits alone."""
+    num_rows, size, host = 50, 70, torch.device("cpu")
+    matrices = AdapterMatrices.empty(2, 24, num_rows, [(0, size)], dtype, device)
+    pairs = []
+    for slot, rank in ((1, 24), (2, 5)):
+        a, b = (random(host, rank, each, seed=slot).to(dtype) for each in (num_rows, size))
+        matrices.store(slot, 0, 0, a, b, 0.5 * slot)
+        pairs.append(0.5 * slot * a.double().T @ b.double())
+    indices = torch.randint(0, num_rows, (40,), generator=torch.Generator().manual_seed(3))
+    slots = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(4))
+    y = random(device, 40, size, dtype=dtype, seed=9)
+    table = torch.stack([torch.zeros_like(pairs[0]), *pairs])
+    found = y.clone()
+    add_looked_up(matrices, indices.to(device), found, SlotTiles.of(slots.to(device), 2))
+    assert_near(found.cpu(), y.cpu().double() + table[slots, indices], roundings=3, scale=8)
+    assert torch.equal(found[slots == 0], y[slots == 0])
+    for row in (int((slots == 1).nonzero()[-1]), int((slots == 2).nonzero()[0])):
+        own = y[row : row + 1].clone()
+        add_looked_up(
+            matrices, indices[row : row + 1].to(device), own, SlotTiles.of(slots[row : row + 1].to(device), 2)
+        )
+        assert torch.equal(own[0], found[row])
 
 
 def test_the_same_bits_in_any_batch_order_and_slot(device: torch.device) -> None:

@@ -9,8 +9,10 @@ import torch
 
 from quire.kernels.arguments import ExpertWeights, Gating, Routing
 from quire.kernels.experts import experts, route
+from quire.kernels.triton.adapters import AdapterMatrices
 from quire.kernels.triton.experts import (
     MANY_TILES,
+    ExpertAdapterMatrices,
     ExpertMatrices,
     ExpertPlan,
     ExpertProducts,
@@ -69,6 +71,46 @@ def test_against_the_plain_twin(
         matrices, x[:20], routing[:20], residual[:20], activation, limit, weighs_input, batch_invariant=False
     )
     torch.testing.assert_close(few.float(), (expected + residual.float())[:20], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("limit", "weighs_input", "top_k"), [(None, False, 2), (0.7, True, 2), (None, True, 1)])
+def test_adapters_by_slot_and_expert(limit: float | None, weighs_input: bool, top_k: int, device: torch.device) -> None:
+    """Against the plain twin of matrices that have an adapter merged; rows without one keep their bits."""
+    num_slots, max_rank, num_experts = 2, 16, 5
+    matrices = case(device, torch.float32, bias=True)
+    wide = AdapterMatrices.empty(num_slots * num_experts, max_rank, 40, [(0, 24), (24, 24)], torch.float32, device)
+    down = AdapterMatrices.empty(num_slots * num_experts, max_rank, 24, [(0, 40)], torch.float32, device)
+    merged = [[each.codes.clone() for each in (matrices.gate_up, matrices.down)] for _ in range(num_slots + 1)]
+    for slot, expert, part, rank in (
+        (1, 0, 0, 3),
+        (1, 0, 1, 16),
+        (1, 2, 2, 5),
+        (2, 2, 1, 2),
+        (2, 3, 2, 16),
+        (2, 4, 0, 1),
+    ):
+        outputs, inputs = ((24, 40), (24, 40), (40, 24))[part]
+        a, b = (random(device, rank, each, seed=10 * slot + expert) * 0.3 for each in (inputs, outputs))
+        own, piece = (down, 0) if part == 2 else (wide, part)
+        own.store((slot - 1) * num_experts + expert + 1, piece, int(own.places[piece, 2]), a, b, 0.5)
+        rows = slice(24 * piece, 24 * piece + outputs) if part < 2 else slice(None)
+        merged[slot][part // 2][expert, rows] += 0.5 * b.T @ a
+    x, residual = random(device, 70, 40), random(device, 70, 40, seed=3)
+    routing = route(Routing(num_experts, top_k, renormalise=top_k > 1), random(device, 70, num_experts, seed=4))
+    slots = torch.randint(0, 3, (70,), generator=torch.Generator().manual_seed(1)).to(device)
+    gated = "silu" if limit is None else "quick_gelu", limit, weighs_input
+    adapters = ExpertAdapterMatrices(wide, down, slots, num_slots)
+    found = apply_experts(replace(matrices, adapters=adapters), x, routing, residual, *gated)
+    for slot, (gate_up_codes, down_codes) in enumerate(merged):
+        gate_up, of_down = StoredMatrix.plain(gate_up_codes), StoredMatrix.plain(down_codes)
+        whole = ExpertMatrices(gate_up, of_down, matrices.gate_up_bias, matrices.down_bias)
+        wanted, own = apply_experts(whole, x, routing, residual, *gated), slots == slot
+        torch.testing.assert_close(found[own], wanted[own], rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[own], wanted[own]) == (slot == 0)
+    for row in (3, 40):
+        alone = ExpertAdapterMatrices(wide, down, slots[row : row + 1], num_slots)
+        part_of = [each[row : row + 1] for each in (x, routing, residual)]
+        assert torch.equal(apply_experts(replace(matrices, adapters=alone), *part_of, *gated)[0], found[row])
 
 
 def test_a_prompt_whose_experts_have_uneven_loads(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.adapters import Adapters, AdapterStack
 from quire.layers.batch import ForwardResult
 from quire.layers.context import LayerContext
-from quire.layers.device_adapters import DeviceSlots, add_on_device
+from quire.layers.device_adapters import DeviceSlots, add_on_device, look_up_on_device
 from quire.layers.operations import TorchOperations
 from quire.layers.overlay import RowOverlay
 from quire.models.decoder import Decoder
@@ -122,6 +122,10 @@ class DeviceAdapting(TorchOperations):
     def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
         assert isinstance(slots, DeviceSlots)
         return add_on_device(stack, x, y, slots)
+
+    def add_looked_up(self, adapters: Any, indices: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
+        assert isinstance(adapters, AdapterStack)
+        return look_up_on_device(adapters, indices, y, slots)
 
 
 NO_STATES = StateBackend(KVCacheLayout(BLOCK_SIZE, NUM_BLOCKS, (), 1), {})
