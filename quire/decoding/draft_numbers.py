@@ -1,49 +1,169 @@
-"""Number of drafts that a sequence computes in a step, from the acceptance of its drafts so far.
+"""Number of drafts that a sequence computes in a step, from the acceptance of its drafts and from the times of steps.
 
-Only counts decide, no clock, so every rank and run plans the same steps.
+Tokens never depend on it. The number is in the plan, so all ranks agree; a clock that stands still leaves counts alone
+to decide.
 """
 
 from __future__ import annotations
 
-WEIGHT = 0.25
-"""Weight of the latest trial in a sequence's mean number of accepted drafts."""
-FIRST_MEAN = 2.0
-LEAST_MEAN = 0.2
-"""Accepted drafts per trial below which drafts cost more than they save: trials become rare."""
+import math
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+DECAY = 0.97
+"""Weight of a draft's fate when the next one's is known."""
+FIRST_CHANCE, FIRST_WEIGHT = 2 / 3, 3.0
+"""Share of right drafts expected of the first sequence, and drafts that an expectation counts as."""
+LEAST_CHANCE = 1 / 6
+"""Chance below which a draft costs more than it saves, where no times are known."""
+MANY, LEAST_CHANCE_OF_MANY = 8, 1 / 3
+"""Sequences of a step from which on it waits for arithmetic, and LEAST_CHANCE of such a step."""
 RARE = 16
-"""Opportunities for each trial of a sequence below LEAST_MEAN, which then has one draft."""
-MANY = 8
-"""Sequences of a step from which on it waits for arithmetic."""
-LEAST_MEAN_OF_MANY = 0.5
-"""LEAST_MEAN of a step with MANY sequences."""
+"""Opportunities for each trial of a sequence whose drafts cost more than they save; it then has one draft."""
+FEW = 3
+"""Steps of one size that are compared before their time counts; the first may be slow."""
+TIMES_DECAY = 1 / 8
+PLAIN_EVERY = 128
+"""Steps with drafts for each step without, which tells what these would take."""
+PRICE_EVERY = 4
+"""Steps for each new price among MANY sequences."""
+
+
+class StepTimes:
+    """Price of a draft, from the times of steps with and without drafts."""
+
+    def __init__(self) -> None:
+        self._price: float | None = None
+        self._plain: dict[int, _Mean] = {}
+        """Class of number of sequences -> seconds of a step without drafts."""
+        self._longer: dict[int, dict[int, _Mean]] = {}
+        """The same -> class of number of drafts -> (drafts, time over that of a step without)."""
+        self._num_drafted = self._num_priced = 0
+
+    def note(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """Record a step without prompts. seconds: since the last one ended; 0: unknown."""
+        if seconds <= 0:
+            return
+        size = _size_class(num_sequences)
+        if not num_drafts:
+            self._num_drafted = 0
+            self._plain.setdefault(size, _Mean()).note(0, seconds)
+            return
+        self._num_drafted += 1
+        if size in self._plain:
+            longer = self._longer.setdefault(size, {}).setdefault(_size_class(num_drafts), _Mean())
+            longer.note(num_drafts, seconds / self._plain[size].value)
+
+    def wants_plain(self, num_sequences: int) -> bool:
+        """True if the next step is to have no drafts, because the time of such a step is not known."""
+        plain = self._plain.get(_size_class(num_sequences))
+        few = 0 if plain is None else plain.count
+        return self._num_drafted >= (PLAIN_EVERY if few >= FEW else 1 + few)
+
+    def price(self, num_sequences: int) -> float:
+        """Least chance with which a draft is worth its time in a step of so many sequences."""
+        if self._price is not None:
+            return self._price
+        return LEAST_CHANCE if num_sequences < MANY else LEAST_CHANCE_OF_MANY
+
+    def set_price(self, num_sequences: int, chances: SequenceOf[float], most: int) -> None:
+        """Choose the price which brings most tokens a second. chances: of a right draft, for each sequence that has
+        drafts. most: drafts of a sequence."""
+        self._num_priced += 1
+        if self._price is not None and len(chances) >= MANY and self._num_priced % PRICE_EVERY:
+            return
+        known = self._known(_size_class(num_sequences))
+        if not known or not chances:
+            self._price = None
+            return
+        gains = np.sort(np.power.outer(np.array(chances), np.arange(1, most + 1)).ravel())[::-1]
+        numbers = np.arange(len(gains) + 1)
+        drafts, times = np.array([(0.0, 1.0), *_knee(known), *known]).T
+        times = np.maximum.accumulate(times)
+        steepness = (times[-1] - 1) / drafts[-1]
+        taken = np.interp(numbers, drafts, times) + steepness * np.maximum(0, numbers - drafts[-1])
+        tokens = num_sequences + np.concatenate(([0.0], np.cumsum(gains)))
+        best = int(np.argmax(tokens / taken))
+        self._price = float(gains[best - 1]) if best else float(np.nextafter(gains[0], 2))
+
+    def _known(self, size: int) -> list[tuple[float, float]]:
+        """(drafts, time over that without) of steps with as many sequences, ascending."""
+        known = self._longer.get(size, {})
+        return sorted((mean.place, mean.value) for mean in known.values() if mean.count >= FEW)
 
 
 class DraftRecord:
     """Acceptance of one sequence's drafts so far, which limits its next ones. most: largest number of drafts in a step.
-    mean: accepted drafts expected of the first trial."""
+    chance: of a right draft, expected of the first trial. times: prices of drafts."""
 
-    __slots__ = ("_most", "_num_left_out", "mean")
+    __slots__ = ("_most", "_num_left_out", "_right", "_times", "_wrong")
 
-    def __init__(self, most: int, mean: float = FIRST_MEAN) -> None:
+    def __init__(self, most: int, chance: float = FIRST_CHANCE, times: StepTimes | None = None) -> None:
         self._most = most
-        self.mean = min(mean, most)
+        self._right, self._wrong = FIRST_WEIGHT * chance, FIRST_WEIGHT * (1 - chance)
+        self._times = times or StepTimes()
         self._num_left_out = 0
 
-    def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Record a trial of `num_drafts` (>= 1). If all were accepted, it counts as twice as many, at most `most`."""
-        reached = num_accepted if num_accepted < num_drafts else min(2 * num_accepted, self._most)
-        self.mean += WEIGHT * (reached - self.mean)
-
     @property
-    def limit(self) -> int:
-        """Maximum drafts of a trial, at least 1."""
-        return 1 + int(1.5 * self.mean) if self.mean >= LEAST_MEAN else 1
+    def chance(self) -> float:
+        return self._right / (self._right + self._wrong)
+
+    def note(self, num_drafts: int, num_accepted: int) -> None:
+        """Record a trial of `num_drafts` (>= 1). Drafts behind a wrong one tell nothing."""
+        num_wrong = num_accepted < num_drafts
+        decay = DECAY ** (num_accepted + num_wrong)
+        self._right, self._wrong = decay * self._right + num_accepted, decay * self._wrong + num_wrong
+
+    def limit(self, num_sequences: int) -> int:
+        """Maximum drafts of a trial, at least 1: those that are reached with a chance of at least the price."""
+        chance, price = self.chance, self._times.price(num_sequences)
+        if price >= chance:
+            return 1
+        if chance ** self._most >= price:
+            return self._most
+        return int(math.log(price) / math.log(chance) + 1e-9)
 
     def wants_trial(self, num_sequences: int = 1) -> bool:
         """True if the next step may have drafts. Called once for each step that could have some. num_sequences: number
         of sequences in the step."""
-        is_busy = num_sequences >= MANY
-        if self.mean >= (LEAST_MEAN_OF_MANY if is_busy else LEAST_MEAN):
+        if self.chance >= self._times.price(num_sequences):
             return True
         self._num_left_out += 1
-        return self._num_left_out % (RARE * (num_sequences // 4 if is_busy else 1)) == 0
+        return self._num_left_out % (RARE * max(1, num_sequences // 4)) == 0
+
+
+def _knee(known: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Point up to which drafts may take no time, for all that steps with more of them say; it is tried then."""
+    if len(known) < 2:
+        return []
+    (first, low), (second, high) = known[:2]
+    if not 1 < low < high:
+        return []
+    knee = first - (low - 1) * (second - first) / (high - low)
+    return [(knee, 1.0)] if knee > 0 else []
+
+
+class _Mean:
+    """Mean of a step's times: the least of the FEW first, then later ones, none of which counts as more than half as
+    much again. place: mean number of drafts."""
+
+    __slots__ = ("count", "place", "value")
+
+    def __init__(self) -> None:
+        self.count, self.place, self.value = 0, 0.0, math.inf
+
+    def note(self, place: float, value: float) -> None:
+        self.count += 1
+        if self.count <= FEW:
+            self.value = min(self.value, value)
+            self.place += (place - self.place) / self.count
+        else:
+            self.value += TIMES_DECAY * (min(max(value, self.value / 1.5), self.value * 1.5) - self.value)
+            self.place += TIMES_DECAY * (place - self.place)
+
+
+def _size_class(number: int) -> int:
+    """Number, rounded down to three binary digits."""
+    digits = max(0, number.bit_length() - 3)
+    return number >> digits << digits

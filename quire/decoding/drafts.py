@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
-from quire.decoding.draft_numbers import FIRST_MEAN, DraftRecord
+from quire.decoding.draft_numbers import FIRST_CHANCE, DraftRecord, StepTimes
 from quire.decoding.masks import drafts_behind
 from quire.decoding.sequence import Sequence
 from quire.kv_cache.manager import KVCacheManager
@@ -45,6 +45,10 @@ class Drafter(Protocol):
         unknown (`num_pending_tokens` > 0), the drafts have no `token_ids`, or there are none."""
         ...
 
+    def note_step(self, samples: list[Sequence], plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Store how many drafts the workers have for each sequence's next step. seconds: since the last result."""
+        ...
+
 
 class NoDrafter:
     """Drafter of an engine without speculation: proposes none."""
@@ -54,6 +58,9 @@ class NoDrafter:
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         return NO_DRAFTS
+
+    def note_step(self, samples: list[Sequence], plan: StepPlan, result: StepResult, seconds: float) -> None:
+        pass
 
 
 NO_DRAFTER = NoDrafter()
@@ -74,8 +81,9 @@ class WorkerDrafts:
         self._ends = [end for end, _ in by_batch_size]
         self._numbers = [number for _, number in by_batch_size]
         self._adapts = adapts
-        self._mean = FIRST_MEAN
-        """Accepted drafts per trial expected of a new sequence: earlier ones' mean."""
+        self._chance = FIRST_CHANCE
+        """Share of right drafts expected of a new sequence: earlier ones' mean."""
+        self._times = StepTimes()
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         if self._ends:
@@ -83,20 +91,34 @@ class WorkerDrafts:
         limit = min(limit, sequence.num_found_drafts)
         if limit and self._adapts:
             if sequence.draft_record is None:
-                sequence.draft_record = DraftRecord(self.max_drafts, self._mean)
-            limit = min(limit, sequence.draft_record.limit)
-            self._mean += SHARE_OF_ONE * (sequence.draft_record.mean - self._mean)
+                sequence.draft_record = DraftRecord(self.max_drafts, self._chance, self._times)
+            limit = min(limit, sequence.draft_record.limit(batch_size))
+            self._chance += SHARE_OF_ONE * (sequence.draft_record.chance - self._chance)
         if sequence.request.constraint is None:
             return Drafts(limit)
         token_ids = sequence.draft_token_ids[:limit]
         return Drafts(len(token_ids), token_ids)
 
+    def note_step(self, samples: list[Sequence], plan: StepPlan, result: StepResult, seconds: float) -> None:
+        are_wanted = True
+        if self._adapts:
+            number = len(samples)
+            if len(plan.num_tokens) == number == sum(plan.num_tokens) - sum(plan.num_drafts):  # a step without prompts
+                self._times.note(number, result.num_drafts, seconds)
+            chances = [
+                self._chance if samples[index].draft_record is None else samples[index].draft_record.chance
+                for index in result.found_drafts
+            ]
+            self._times.set_price(number, chances, self.max_drafts)
+            are_wanted = not self._times.wants_plain(number)
+        note_found_drafts(samples, result, are_wanted=are_wanted)
 
-def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
-    """Store how many drafts the workers have for each sequence's next step."""
+
+def note_found_drafts(samples: list[Sequence], result: StepResult, *, are_wanted: bool = True) -> None:
+    """Store how many drafts the workers have for each sequence's next step; none if they are not wanted."""
     for index, sequence in enumerate(samples):
         num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
-        if num_found and (record is None or record.wants_trial(len(samples))):
+        if num_found and are_wanted and (record is None or record.wants_trial(len(samples))):
             sequence.fast_path_until = 0
         else:
             num_found = 0
