@@ -21,9 +21,11 @@ MANY, LEAST_CHANCE_OF_MANY = 8, 1 / 3
 """Sequences of a step from which on it waits for arithmetic, and LEAST_CHANCE of such a step."""
 RARE = 16
 """Opportunities for each trial of a sequence whose drafts cost more than they save; it then has one draft."""
-FEW = 3
+FEW = 2
 """Steps of one size that are compared before their time counts; the first may be slow."""
-TIMES_DECAY = 1 / 8
+TIMES_DECAY, SPEED_DECAY = 1 / 8, 1 / 4
+MOST_OUT = 2.0
+"""Factor by which a step's time differs from the expected one at most, as far as it counts."""
 PLAIN_EVERY = 128
 """Steps with drafts for each step without, which tells what these would take."""
 PRICE_EVERY = 4
@@ -31,33 +33,34 @@ PRICE_EVERY = 4
 
 
 class StepTimes:
-    """Price of a draft, from the times of steps with and without drafts."""
+    """Price of a draft, from the times of steps with and without drafts. A step's expected time is the machine's speed
+    of late, which all steps share, times that of its size, which is learned where sizes change."""
 
     def __init__(self) -> None:
         self._price: float | None = None
-        self._plain: dict[int, _Mean] = {}
-        """Class of number of sequences -> seconds of a step without drafts."""
-        self._longer: dict[int, dict[int, _Mean]] = {}
-        """The same -> class of number of drafts -> (drafts, time over that of a step without)."""
+        self._sizes: dict[int, dict[int, _Time]] = {}
+        """Class of number of sequences -> class of number of drafts (0: none)."""
+        self._speed, self._last = 1.0, (0, 0)
         self._num_drafted = self._num_priced = 0
 
     def note(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Record a step without prompts. seconds: since the last one ended; 0: unknown."""
         if seconds <= 0:
             return
-        size = _size_class(num_sequences)
-        if not num_drafts:
-            self._num_drafted = 0
-            self._plain.setdefault(size, _Mean()).note(0, seconds)
-            return
-        self._num_drafted += 1
-        if size in self._plain:
-            longer = self._longer.setdefault(size, {}).setdefault(_size_class(num_drafts), _Mean())
-            longer.note(num_drafts, seconds / self._plain[size].value)
+        self._num_drafted = self._num_drafted + 1 if num_drafts else 0
+        size = _rounded(num_sequences, 3), _rounded(num_drafts, 2)
+        time = self._sizes.setdefault(size[0], {}).setdefault(size[1], _Time())
+        if time.count < FEW:
+            time.begin(num_drafts, seconds / self._speed)
+        else:
+            out = min(max(seconds / (self._speed * time.seconds), 1 / MOST_OUT), MOST_OUT)
+            self._speed *= out**SPEED_DECAY
+            time.note(num_drafts, 1.0 if size == self._last else out ** (1 - SPEED_DECAY))
+        self._last = size
 
     def wants_plain(self, num_sequences: int) -> bool:
         """True if the next step is to have no drafts, because the time of such a step is not known."""
-        plain = self._plain.get(_size_class(num_sequences))
+        plain = self._sizes.get(_rounded(num_sequences, 3), {}).get(0)
         few = 0 if plain is None else plain.count
         return self._num_drafted >= (PLAIN_EVERY if few >= FEW else 1 + few)
 
@@ -73,7 +76,7 @@ class StepTimes:
         self._num_priced += 1
         if self._price is not None and len(chances) >= MANY and self._num_priced % PRICE_EVERY:
             return
-        known = self._known(_size_class(num_sequences))
+        known = self._known(num_sequences)
         if not known or not chances:
             self._price = None
             return
@@ -87,10 +90,14 @@ class StepTimes:
         best = int(np.argmax(tokens / taken))
         self._price = float(gains[best - 1]) if best else float(np.nextafter(gains[0], 2))
 
-    def _known(self, size: int) -> list[tuple[float, float]]:
+    def _known(self, num_sequences: int) -> list[tuple[float, float]]:
         """(drafts, time over that without) of steps with as many sequences, ascending."""
-        known = self._longer.get(size, {})
-        return sorted((mean.place, mean.value) for mean in known.values() if mean.count >= FEW)
+        times = self._sizes.get(_rounded(num_sequences, 3), {})
+        plain = times.get(0)
+        if plain is None or plain.count < FEW:
+            return []
+        found = (time for time in times.values() if time is not plain and time.count >= FEW)
+        return sorted((time.drafts, time.seconds / plain.seconds) for time in found)
 
 
 class DraftRecord:
@@ -144,26 +151,26 @@ def _knee(known: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(knee, 1.0)] if knee > 0 else []
 
 
-class _Mean:
-    """Mean of a step's times: the least of the FEW first, then later ones, none of which counts as more than half as
-    much again. place: mean number of drafts."""
+class _Time:
+    """Time of steps of one size at a speed of 1. drafts: mean number of drafts."""
 
-    __slots__ = ("count", "place", "value")
+    __slots__ = ("count", "drafts", "seconds")
 
     def __init__(self) -> None:
-        self.count, self.place, self.value = 0, 0.0, math.inf
+        self.count, self.drafts, self.seconds = 0, 0.0, math.inf
 
-    def note(self, place: float, value: float) -> None:
+    def begin(self, drafts: float, seconds: float) -> None:
         self.count += 1
-        if self.count <= FEW:
-            self.value = min(self.value, value)
-            self.place += (place - self.place) / self.count
-        else:
-            self.value += TIMES_DECAY * (min(max(value, self.value / 1.5), self.value * 1.5) - self.value)
-            self.place += TIMES_DECAY * (place - self.place)
+        self.seconds = min(self.seconds, seconds)
+        self.drafts += (drafts - self.drafts) / self.count
+
+    def note(self, drafts: float, out: float) -> None:
+        """out: time over the expected one."""
+        self.drafts += TIMES_DECAY * (drafts - self.drafts)
+        self.seconds *= out**TIMES_DECAY
 
 
-def _size_class(number: int) -> int:
-    """Number, rounded down to three binary digits."""
-    digits = max(0, number.bit_length() - 3)
-    return number >> digits << digits
+def _rounded(number: int, digits: int) -> int:
+    """Number, rounded down to so many binary digits."""
+    dropped = max(0, number.bit_length() - digits)
+    return number >> dropped << dropped

@@ -259,6 +259,8 @@ class Metrics:
             "swap_preemptions": self.stats.swap_preemptions_total,
             "recomputed_tokens": self.stats.recomputed_tokens_total,
             "prefix_cache_hit_rate": self._hit_rate(),
+            "draft_tokens": self.stats.draft_tokens_total,
+            "accepted_draft_tokens": self.stats.accepted_draft_tokens_total,
             "encoded_images": self.stats.encoded_images_total,
             "num_adapted": self.num_adapted,
             "adapter_loads": self.stats.adapter_loads_total,

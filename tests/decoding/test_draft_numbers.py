@@ -108,6 +108,7 @@ def test_drafts_that_became_cheap_are_tried_again() -> None:
     record = DraftRecord(8, 0.9, dear)
     assert sum(record.wants_trial(16) for _ in range(4 * RARE)) == 1
     for _ in range(30):
+        dear.note(16, 0, 0.01)
         dear.note(16, 16, 0.01)
         dear.set_price(16, [0.9] * 16, 8)
     assert dear.price(16) < 0.5
