@@ -173,13 +173,13 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
 
 def _drafts(namespace: argparse.Namespace) -> SimulatedDrafts:
     from quire.config.speculation import MAX_DRAFTS
-    from quire.simulator.drafts import DRAFT_TOKENS, SimulatedDrafts
+    from quire.simulator.drafts import DRAFT_TOKENS, NO_DRAFTS, SimulatedDrafts
 
     given, number, time = namespace.draft_acceptance, namespace.draft_tokens, namespace.draft_time
     if given is None:
         if number is not None or time is not None:
             raise UserError("--draft-tokens and --draft-time need --draft-acceptance", param="draft_acceptance")
-        return SimulatedDrafts()
+        return NO_DRAFTS
     try:
         chances = tuple(map(float, given.split(",")))
     except ValueError:

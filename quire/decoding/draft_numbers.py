@@ -127,7 +127,7 @@ class DraftRecord:
         chance, price = self.chance, self._times.price(num_sequences)
         if price >= chance:
             return 1
-        if chance ** self._most >= price:
+        if chance**self._most >= price:
             return self._most
         return int(math.log(price) / math.log(chance) + 1e-9)
 

@@ -15,11 +15,15 @@ DRAFT_TOKENS = 4
 class SimulatedDrafts:
     """Speculation of a simulated engine. max_drafts: most drafts of a sequence in a step; 0: none. chances: probability
     by place that a draft is right if those before it are; the last one holds behind it, too. seconds: of a step's
-    drafts, on the device."""
+    drafts, on the device. adapts: see SpeculationConfig."""
 
     max_drafts: int = 0
     chances: tuple[float, ...] = ()
     seconds: float = 0.0
+    adapts: bool = True
+
+
+NO_DRAFTS = SimulatedDrafts()
 
 
 class DraftWork:

@@ -27,7 +27,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.interface import paged_scheduler
 from quire.simulator.adapters import AdapterWork, adapter_ref, reserved_bytes
 from quire.simulator.cost import CostModel
-from quire.simulator.drafts import DraftWork, SimulatedDrafts
+from quire.simulator.drafts import NO_DRAFTS, DraftWork, SimulatedDrafts
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.memory import check_pool, kv_cache_bytes, most_useful_bytes, pool_bytes
 from quire.simulator.metrics import Metrics, Moments
@@ -111,7 +111,7 @@ class EngineSettings:
     seed: int = 0
     adapters: AdaptersConfig = NO_ADAPTERS
     adapter_load_seconds: float | None = None
-    drafts: SimulatedDrafts = SimulatedDrafts()
+    drafts: SimulatedDrafts = NO_DRAFTS
 
     def config(self, cost: CostModel) -> EngineConfig:
         """Engine's configuration for a model's shape. Raises InsufficientMemoryError when it does not fit,
@@ -147,7 +147,7 @@ class EngineSettings:
             device=DeviceConfig(device="simulated", num_threads=1, attention_backend="torch"),
             seed=0,
             adapters=self.adapters_of(cost),
-            speculation=SpeculationConfig(self.drafts.max_drafts),
+            speculation=SpeculationConfig(self.drafts.max_drafts, adapts=self.drafts.adapts),
         )
 
     def adapters_of(self, cost: CostModel) -> AdaptersConfig:
