@@ -7,6 +7,7 @@ The scheduler asks a `Drafter`, counts drafts like tokens, and corrects its coun
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
@@ -129,13 +130,13 @@ def note_found_drafts(samples: list[Sequence], result: StepResult, *, are_wanted
 
 def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None:
     stats.draft_tokens_total += result.num_drafts
+    stats.drafts_total += sum(plan.num_drafts[source] > 0 for source in plan.sample_from)
     counts = list(stats.accepted_drafts_by_position)  # a new list: snapshots hold the old one
-    for source, token_ids in zip(plan.sample_from, result.token_ids, strict=True):
-        stats.drafts_total += plan.num_drafts[source] > 0
-        counts += [0] * (plan.num_drafts[source] - len(counts))
-        for position in range(len(token_ids) - 1):
-            counts[position] += 1
-            stats.accepted_draft_tokens_total += 1
+    counts += [0] * (max(plan.num_drafts) - len(counts))
+    for length, number in Counter(map(len, result.token_ids)).items():
+        for position in range(length - 1):
+            counts[position] += number
+        stats.accepted_draft_tokens_total += number * max(0, length - 1)
     stats.accepted_drafts_by_position = counts
 
 
@@ -210,7 +211,8 @@ def take_accepted(sequence: Sequence, token_ids: list[int], kv: KVCacheManager) 
     token), and offer the filled blocks to the prefix index. Returns the appended tokens."""
     token_ids = token_ids[: sequence.max_total_tokens - len(sequence.token_ids)]
     ends = sequence.request.end_token_ids
-    token_ids = next((token_ids[: number + 1] for number, token in enumerate(token_ids) if token in ends), token_ids)
+    if ends and any(token in ends for token in token_ids):
+        token_ids = next(token_ids[: number + 1] for number, token in enumerate(token_ids) if token in ends)
     sequence.token_ids += token_ids
     if sequence.blocks is not None:
         kv.cache_blocks(sequence.blocks, sequence.token_ids, len(sequence.token_ids) - 1)
