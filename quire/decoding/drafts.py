@@ -47,7 +47,7 @@ class Drafter(Protocol):
         ...
 
     def note_step(self, samples: list[Sequence], plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Store how many drafts the workers have for each sequence's next step. seconds: since the last result."""
+        """Store the workers' drafts for the next step. seconds: since the last result."""
         ...
 
 
@@ -76,14 +76,13 @@ class WorkerDrafts:
     def __init__(
         self, max_drafts: int, by_batch_size: SequenceOf[tuple[int, int]] = (), *, adapts: bool = True
     ) -> None:
-        """Drafter whose drafts the workers look up. by_batch_size: see SpeculationConfig. adapts: fewer drafts for a
-        sequence whose drafts are rejected."""
+        """Drafter whose drafts the workers look up. Parameters: see SpeculationConfig."""
         self.max_drafts = max_drafts
         self._ends = [end for end, _ in by_batch_size]
         self._numbers = [number for _, number in by_batch_size]
         self._adapts = adapts
         self._chance = FIRST_CHANCE
-        """Share of right drafts expected of a new sequence: earlier ones' mean."""
+        """Chance expected of a new sequence."""
         self._times = StepTimes()
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
@@ -106,17 +105,15 @@ class WorkerDrafts:
             number = len(samples)
             if len(plan.num_tokens) == number == sum(plan.num_tokens) - sum(plan.num_drafts):  # a step without prompts
                 self._times.note(number, result.num_drafts, seconds)
-            chances = [
-                self._chance if samples[index].draft_record is None else samples[index].draft_record.chance
-                for index in result.found_drafts
-            ]
+            records = (samples[index].draft_record for index in result.found_drafts)
+            chances = [self._chance if record is None else record.chance for record in records]
             self._times.set_price(number, chances, self.max_drafts)
             are_wanted = not self._times.wants_plain(number)
         note_found_drafts(samples, result, are_wanted=are_wanted)
 
 
 def note_found_drafts(samples: list[Sequence], result: StepResult, *, are_wanted: bool = True) -> None:
-    """Store how many drafts the workers have for each sequence's next step; none if they are not wanted."""
+    """Store how many drafts the workers have for each sequence's next step."""
     for index, sequence in enumerate(samples):
         num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
         if num_found and are_wanted and (record is None or record.wants_trial(len(samples))):
@@ -141,8 +138,7 @@ def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None
 
 
 def take_masked_drafts(sequence: Sequence) -> None:
-    """Keep a constrained sequence's drafts behind the tokens that its grammar forced; none if they disagree with
-    these."""
+    """Keep a constrained sequence's drafts behind the tokens that its grammar forced, if they agree."""
     assert sequence.matcher is not None, "it has answered"
     sequence.draft_token_ids = drafts_behind(sequence.matcher.forced, sequence.draft_token_ids)
     sequence.num_found_drafts = len(sequence.draft_token_ids)
@@ -196,8 +192,8 @@ def take_back_rejected(
 
 
 def take_back_token(sequence: Sequence, kv: KVCacheManager) -> dict[int, list[int]]:
-    """Let a sequence compute its last token again, as the workers dropped its sample for lack of a mask. Returns the
-    same as `take_back_rejected`."""
+    """Let a sequence compute its last token again, whose sample had no mask. Returns the same as
+    `take_back_rejected`."""
     if sequence.blocks is None:
         sequence.num_computed_tokens -= sequence.swapped is not None
         return {}

@@ -8,14 +8,12 @@ from quire.simulator.tokens import Streams, uniform
 from quire.step import StepPlan, StepResult
 
 DRAFT_TOKENS = 4
-"""Default of the most drafts of a sequence in a step."""
 
 
 @dataclass(frozen=True)
 class SimulatedDrafts:
-    """Speculation of a simulated engine. max_drafts: most drafts of a sequence in a step; 0: none. chances: probability
-    by place that a draft is right if those before it are; the last one holds behind it, too. seconds: of a step's
-    drafts, on the device. adapts: see SpeculationConfig."""
+    """Speculation of a simulated engine. chances: probability by place that a draft is right if those before it are;
+    the last one holds behind it, too. seconds: of a step's drafts. Others: see SpeculationConfig."""
 
     max_drafts: int = 0
     chances: tuple[float, ...] = ()
@@ -27,7 +25,7 @@ NO_DRAFTS = SimulatedDrafts()
 
 
 class DraftWork:
-    """Worker's half of drafts: knows how many tokens each sequence has, and draws how many drafts are accepted."""
+    """Worker's half of drafts."""
 
     def __init__(self, drafts: SimulatedDrafts, seed: int) -> None:
         self._drafts, self._seed = drafts, seed
@@ -37,7 +35,7 @@ class DraftWork:
         return self._drafts.seconds if any(plan.num_drafts) else 0.0
 
     def result(self, plan: StepPlan, streams: Streams) -> StepResult:
-        """Tokens of a plan's samples, and which sequences have drafts for their next step."""
+        """Tokens of a plan's samples, and drafts for the next step."""
         lengths = self._lengths
         for seq_id in plan.released:
             lengths.pop(seq_id, None)

@@ -65,7 +65,7 @@ class Streams:
         return len({self._requests.get(seq_id, seq_id) for seq_id in plan.seq_ids})
 
     def sample(self, plan: StepPlan) -> list[list[int]]:
-        """One made-up token id for each of the plan's samples, each in a list, where no step has drafts."""
+        """One made-up token id for each of the plan's samples, each in a list."""
         firsts = self._first_tokens
         if not firsts:
             return [[seq_id] for seq_id in plan.sample_seq_ids]
