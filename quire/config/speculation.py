@@ -57,7 +57,7 @@ class SuffixConfig:
 class SpeculationConfig:
     """Speculative decoding settings. max_drafts: most drafts of a sequence in a step. lookup_min, lookup_max: least and
     most last tokens that are looked up in texts. by_batch_size: (running sequences, most drafts of each up to that
-    number), ascending; the last one also holds above it. adapts: as many drafts as bring most tokens a second.
+    number), ascending; the last one also holds above it. adapts: see decision 102.
     suffix, custom_class: keys of these methods. oracle: share of right drafts in a replay of predictions (None: drafts
     are the method's)."""
 

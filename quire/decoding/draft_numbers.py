@@ -93,7 +93,7 @@ class StepTimes:
 
 class DraftRecord:
     """Acceptance of one sequence's drafts so far, which limits its next ones. most: largest number of drafts in a step.
-    chance: of a right draft, expected."""
+    chance: share of right drafts expected."""
 
     __slots__ = ("_most", "_num_left_out", "_right", "_times", "_wrong")
 

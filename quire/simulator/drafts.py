@@ -13,7 +13,7 @@ DRAFT_TOKENS = 4
 @dataclass(frozen=True)
 class SimulatedDrafts:
     """Speculation of a simulated engine. chances: probability by place that a draft is right if those before it are;
-    the last one holds behind it, too. seconds: of a step's drafts. Others: see SpeculationConfig."""
+    the last one holds behind it, too. seconds: time of a step's drafts. Others: see SpeculationConfig."""
 
     max_drafts: int = 0
     chances: tuple[float, ...] = ()
