@@ -15,6 +15,7 @@ MANY, LEAST_CHANCE_OF_MANY = 8, 1 / 3
 """Sequences of a step that waits for arithmetic, and its LEAST_CHANCE."""
 RARE = 16
 """Opportunities for each trial, of one draft, of a sequence whose drafts cost more than they save."""
+LEAST_SECONDS = 0.0  # shorter steps, of a clock that stands still, are not compared
 FEW = 2
 """Steps of a size before its time counts: the first may be slow."""
 TIMES_DECAY, SLOWNESS_DECAY = 1 / 8, 1 / 4
@@ -36,7 +37,7 @@ class StepTimes:
 
     def note(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Record a step without prompts. seconds: 0: unknown."""
-        if seconds <= 0:
+        if seconds <= LEAST_SECONDS:
             return
         self._num_drafted = self._num_drafted + 1 if num_drafts else 0
         size = _rounded(num_sequences, 3), _rounded(num_drafts, 2)

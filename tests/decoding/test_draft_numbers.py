@@ -6,7 +6,13 @@ import random
 
 import pytest
 
+from quire.decoding import draft_numbers
 from quire.decoding.draft_numbers import LEAST_CHANCE, LEAST_CHANCE_OF_MANY, RARE, DraftRecord, StepTimes
+
+
+@pytest.fixture(autouse=True)
+def times_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_numbers, "LEAST_SECONDS", 0.0)
 
 
 def run(record: DraftRecord, chance: float, steps: int, most: int = 8) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from quire.clock import SystemClock
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.decoding import draft_numbers
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.errors import UserError
@@ -34,6 +35,11 @@ OPTIONS: dict[str, Any] = {
     "num_threads": 1,
     "preemption_mode": "recompute",
 }
+
+
+@pytest.fixture(autouse=True)
+def times_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_numbers, "LEAST_SECONDS", 0.0)
 
 
 class RecordedDrafts(DraftWork):
