@@ -33,6 +33,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 import quire  # noqa: E402
+from quire.decoding import draft_numbers  # noqa: E402
 from quire.utils import progress  # noqa: E402
 from tests import quick_interpreter  # noqa: E402
 from tests.closing_words import said, say  # noqa: E402
@@ -47,6 +48,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a loaded machine a tiny model takes longer to load than what stays unsaid: no test's output depends on that.
 progress.SHOW_AFTER_SECONDS = 86400.0
+# Nor does the number of drafts in a step, but in tests of that.
+draft_numbers.LEAST_SECONDS = 86400.0
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)

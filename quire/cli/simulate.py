@@ -15,6 +15,7 @@ from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.errors import UserError, nearest_name
 
 if TYPE_CHECKING:
+    from quire.simulator.drafts import SimulatedDrafts
     from quire.simulator.replica import EngineSettings, MakeCore
     from quire.simulator.scenario import Scenario
 
@@ -110,6 +111,9 @@ def build_parser() -> Parser:
         group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{text} (1)")
     group.add_argument("--router", metavar="NAME", default="round-robin", help=f"of the replicas: {', '.join(ROUTERS)} (round-robin)")  # fmt: skip  # noqa: E501
     group.add_argument("--adapter-load", metavar="T", help="time to load an adapter, such as 80ms (a copy over PCIe)")
+    group.add_argument("--draft-acceptance", metavar="P,P", help="speculation: chance that a draft is right if those before it are, by place; the last one holds behind it, too")  # fmt: skip  # noqa: E501
+    group.add_argument("--draft-tokens", metavar="N", type=int, help="most drafts of a sequence in a step (4)")
+    group.add_argument("--draft-time", metavar="T", help="time that a step's drafts take, such as 1ms (0)")
     group.add_argument("--dtype", metavar="NAME", help="of the weights (auto: as stored)")
     group.add_argument("--kv-cache-dtype", metavar="NAME", help="of keys and values (auto: what is computed in)")
     _question_flags(parser)
@@ -160,11 +164,34 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
     return Scenario(
         source=_source(namespace),
         cost=CostModel(shape, find(namespace.gpu), layout, precision, vision=find_vision(namespace.model)),
-        settings=replace(settings, seed=namespace.seed, adapter_load_seconds=load),
+        settings=replace(settings, seed=namespace.seed, adapter_load_seconds=load, drafts=_drafts(namespace)),
         router=namespace.router,
         objectives=objectives,
         percentile=namespace.slo_percentile,
     )
+
+
+def _drafts(namespace: argparse.Namespace) -> SimulatedDrafts:
+    from quire.config.speculation import MAX_DRAFTS
+    from quire.simulator.drafts import DRAFT_TOKENS, NO_DRAFTS, SimulatedDrafts
+
+    given, number, time = namespace.draft_acceptance, namespace.draft_tokens, namespace.draft_time
+    if given is None:
+        if number is not None or time is not None:
+            raise UserError("--draft-tokens and --draft-time need --draft-acceptance", param="draft_acceptance")
+        return NO_DRAFTS
+    try:
+        chances = tuple(map(float, given.split(",")))
+    except ValueError:
+        chances = ()
+    if not chances or not all(0 <= chance <= 1 for chance in chances):
+        raise UserError(f"--draft-acceptance must be numbers from 0 to 1, not {given!r}", param="draft_acceptance")
+    number = DRAFT_TOKENS if number is None else number
+    if not 1 <= number <= MAX_DRAFTS:
+        raise UserError(f"--draft-tokens must be from 1 to {MAX_DRAFTS}, not {number}", param="draft_tokens")
+    if namespace.pp > 1:
+        raise UserError("--draft-acceptance is not possible with --pp", param="draft_acceptance")
+    return SimulatedDrafts(number, chances, 0.0 if time is None else _seconds(time, time, "draft-time"))
 
 
 def engine_settings(chosen: Mapping[str, Any], usual: Mapping[str, Any] = DEFAULTS) -> EngineSettings:

@@ -169,6 +169,11 @@ def _adapters(metrics: Metrics) -> list[tuple[str, str]]:
     return [("adapter hits", f"{metrics.adapter_hit_rate:.1%} ({loads})")]
 
 
+def _accepted(metrics: Metrics) -> list[tuple[str, str]]:
+    given, accepted = metrics.stats.draft_tokens_total, metrics.stats.accepted_draft_tokens_total
+    return [("drafts accepted", f"{accepted:,} of {given:,}")] if given else []
+
+
 def _print_run(scenario: Scenario, metrics: Metrics) -> None:
     stats, duration = metrics.stats, metrics.end or math.inf
     blocks = f"{metrics.num_blocks:,} of {scenario.settings.block_size} tokens"
@@ -187,6 +192,7 @@ def _print_run(scenario: Scenario, metrics: Metrics) -> None:
         ("prefix-cache hits", f"{stats.prefix_cache_hits_total:,} tokens"),
         *([("pictures encoded", f"{stats.encoded_images_total:,}")] if stats.encoded_images_total else []),
         *_adapters(metrics),
+        *_accepted(metrics),
         ("steps", f"{metrics.num_steps:,}"),
         ("weights on each device", format_bytes(scenario.cost.weight_bytes_per_device)),
     ]

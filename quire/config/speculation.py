@@ -27,10 +27,9 @@ USUAL_LOOKUP = 5
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """Draft model settings. name: value of the option `model`. num_ranks: ranks that share its layers (None: the
-    target's). model: its resolved configuration. head: inputs of a head (None: a whole model). is_parallel: all drafts
-    of a step come from one pass (PARD). mask_token: token in the place of each draft but the last in that pass. Others:
-    options of these names."""
+    """Draft model settings. name: option `model`. num_ranks: ranks that share its layers (None: the target's). model:
+    its resolved configuration. head: inputs of a head (None: a whole model). is_parallel: PARD. mask_token: in the
+    place of each draft but the last in its pass. Others: options of these names."""
 
     name: str
     revision: str | None = None
@@ -58,7 +57,7 @@ class SuffixConfig:
 class SpeculationConfig:
     """Speculative decoding settings. max_drafts: most drafts of a sequence in a step. lookup_min, lookup_max: least and
     most last tokens that are looked up in texts. by_batch_size: (running sequences, most drafts of each up to that
-    number), ascending; the last one also holds above it. adapts: a sequence whose drafts are rejected computes fewer.
+    number), ascending; the last one also holds above it. adapts: see decision 102.
     suffix, custom_class: keys of these methods. oracle: share of right drafts in a replay of predictions (None: drafts
     are the method's)."""
 
@@ -84,7 +83,7 @@ class SpeculationConfig:
         return self.method == "mtp" or self.draft_model is not None
 
     def head_width(self, hidden_size: int) -> int:
-        """Elements of a token's hidden states that a head reads (0: none)."""
+        """Elements of a token's hidden states that a head reads."""
         head = None if self.draft_model is None else self.draft_model.head
         if head is not None:
             return head.width

@@ -7,10 +7,11 @@ The scheduler asks a `Drafter`, counts drafts like tokens, and corrects its coun
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
-from quire.decoding.draft_numbers import FIRST_MEAN, DraftRecord
+from quire.decoding.draft_numbers import FIRST_CHANCE, DraftRecord, StepTimes
 from quire.decoding.masks import drafts_behind
 from quire.decoding.sequence import Sequence
 from quire.kv_cache.manager import KVCacheManager
@@ -45,6 +46,10 @@ class Drafter(Protocol):
         unknown (`num_pending_tokens` > 0), the drafts have no `token_ids`, or there are none."""
         ...
 
+    def note_step(self, samples: list[Sequence], plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Store the workers' drafts for the next step. seconds: since the last result."""
+        ...
+
 
 class NoDrafter:
     """Drafter of an engine without speculation: proposes none."""
@@ -54,6 +59,9 @@ class NoDrafter:
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         return NO_DRAFTS
+
+    def note_step(self, samples: list[Sequence], plan: StepPlan, result: StepResult, seconds: float) -> None:
+        pass
 
 
 NO_DRAFTER = NoDrafter()
@@ -68,14 +76,14 @@ class WorkerDrafts:
     def __init__(
         self, max_drafts: int, by_batch_size: SequenceOf[tuple[int, int]] = (), *, adapts: bool = True
     ) -> None:
-        """Drafter whose drafts the workers look up. by_batch_size: see SpeculationConfig. adapts: fewer drafts for a
-        sequence whose drafts are rejected."""
+        """Drafter whose drafts the workers look up. Parameters: see SpeculationConfig."""
         self.max_drafts = max_drafts
         self._ends = [end for end, _ in by_batch_size]
         self._numbers = [number for _, number in by_batch_size]
         self._adapts = adapts
-        self._mean = FIRST_MEAN
-        """Accepted drafts per trial expected of a new sequence: earlier ones' mean."""
+        self._chance = FIRST_CHANCE
+        """Chance expected of a new sequence."""
+        self._times = StepTimes()
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         if self._ends:
@@ -83,20 +91,32 @@ class WorkerDrafts:
         limit = min(limit, sequence.num_found_drafts)
         if limit and self._adapts:
             if sequence.draft_record is None:
-                sequence.draft_record = DraftRecord(self.max_drafts, self._mean)
-            limit = min(limit, sequence.draft_record.limit)
-            self._mean += SHARE_OF_ONE * (sequence.draft_record.mean - self._mean)
+                sequence.draft_record = DraftRecord(self.max_drafts, self._chance, self._times)
+            limit = min(limit, sequence.draft_record.limit(batch_size))
+            self._chance += SHARE_OF_ONE * (sequence.draft_record.chance - self._chance)
         if sequence.request.constraint is None:
             return Drafts(limit)
         token_ids = sequence.draft_token_ids[:limit]
         return Drafts(len(token_ids), token_ids)
 
+    def note_step(self, samples: list[Sequence], plan: StepPlan, result: StepResult, seconds: float) -> None:
+        are_wanted = True
+        if self._adapts:
+            number = len(samples)
+            if len(plan.num_tokens) == number == sum(plan.num_tokens) - sum(plan.num_drafts):  # a step without prompts
+                self._times.note(number, result.num_drafts, seconds)
+            records = (samples[index].draft_record for index in result.found_drafts)
+            chances = [self._chance if record is None else record.chance for record in records]
+            self._times.set_price(number, chances, self.max_drafts)
+            are_wanted = not self._times.wants_plain(number)
+        note_found_drafts(samples, result, are_wanted=are_wanted)
 
-def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
+
+def note_found_drafts(samples: list[Sequence], result: StepResult, *, are_wanted: bool = True) -> None:
     """Store how many drafts the workers have for each sequence's next step."""
     for index, sequence in enumerate(samples):
         num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
-        if num_found and (record is None or record.wants_trial(len(samples))):
+        if num_found and are_wanted and (record is None or record.wants_trial(len(samples))):
             sequence.fast_path_until = 0
         else:
             num_found = 0
@@ -107,19 +127,18 @@ def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
 
 def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None:
     stats.draft_tokens_total += result.num_drafts
+    stats.drafts_total += sum(plan.num_drafts[source] > 0 for source in plan.sample_from)
     counts = list(stats.accepted_drafts_by_position)  # a new list: snapshots hold the old one
-    for source, token_ids in zip(plan.sample_from, result.token_ids, strict=True):
-        stats.drafts_total += plan.num_drafts[source] > 0
-        counts += [0] * (plan.num_drafts[source] - len(counts))
-        for position in range(len(token_ids) - 1):
-            counts[position] += 1
-            stats.accepted_draft_tokens_total += 1
+    counts += [0] * (max(plan.num_drafts) - len(counts))
+    for length, number in Counter(map(len, result.token_ids)).items():
+        for position in range(length - 1):
+            counts[position] += number
+        stats.accepted_draft_tokens_total += number * max(0, length - 1)
     stats.accepted_drafts_by_position = counts
 
 
 def take_masked_drafts(sequence: Sequence) -> None:
-    """Keep a constrained sequence's drafts behind the tokens that its grammar forced; none if they disagree with
-    these."""
+    """Keep a constrained sequence's drafts behind the tokens that its grammar forced, if they agree."""
     assert sequence.matcher is not None, "it has answered"
     sequence.draft_token_ids = drafts_behind(sequence.matcher.forced, sequence.draft_token_ids)
     sequence.num_found_drafts = len(sequence.draft_token_ids)
@@ -173,8 +192,8 @@ def take_back_rejected(
 
 
 def take_back_token(sequence: Sequence, kv: KVCacheManager) -> dict[int, list[int]]:
-    """Let a sequence compute its last token again, as the workers dropped its sample for lack of a mask. Returns the
-    same as `take_back_rejected`."""
+    """Let a sequence compute its last token again, whose sample had no mask. Returns the same as
+    `take_back_rejected`."""
     if sequence.blocks is None:
         sequence.num_computed_tokens -= sequence.swapped is not None
         return {}
@@ -188,7 +207,8 @@ def take_accepted(sequence: Sequence, token_ids: list[int], kv: KVCacheManager) 
     token), and offer the filled blocks to the prefix index. Returns the appended tokens."""
     token_ids = token_ids[: sequence.max_total_tokens - len(sequence.token_ids)]
     ends = sequence.request.end_token_ids
-    token_ids = next((token_ids[: number + 1] for number, token in enumerate(token_ids) if token in ends), token_ids)
+    if ends and any(token in ends for token in token_ids):
+        token_ids = next(token_ids[: number + 1] for number, token in enumerate(token_ids) if token in ends)
     sequence.token_ids += token_ids
     if sequence.blocks is not None:
         kv.cache_blocks(sequence.blocks, sequence.token_ids, len(sequence.token_ids) - 1)

@@ -213,7 +213,10 @@ class KVCacheManager:
     def trim(self, blocks: BlockTable, num_tokens: int) -> list[int]:
         """Release the blocks after the first `num_tokens` tokens. Returns the entries kept per group, or [] if all
         are."""
-        kept = [-(-num_tokens // size) for size in self._sizes]
+        sizes = self._sizes
+        if len(sizes) == 1 and blocks.capacity - num_tokens < sizes[0]:
+            return []
+        kept = [-(-num_tokens // size) for size in sizes]
         if all(len(table) <= num for table, num in zip(blocks.tables, kept, strict=True)):
             return []
         for table, num in zip(blocks.tables, kept, strict=True):

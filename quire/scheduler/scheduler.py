@@ -15,7 +15,6 @@ from quire.decoding.drafts import (
     NO_DRAFTS,
     Drafter,
     count_drafts,
-    note_found_drafts,
     propose_drafts,
     take_accepted,
     take_back_rejected,
@@ -77,6 +76,7 @@ class Scheduler:
         only they know."""
         self._has_found_drafts = False
         """True if the workers had drafts in the last result."""
+        self._updated = 0.0
         self._in_flight: dict[int, InFlight] = {}
         self._seq_ids, self._step_ids = count(), count()
         self.matching = Matching()
@@ -210,6 +210,7 @@ class Scheduler:
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
         """Append a result's tokens, end sequences, commit full blocks, free; returns the updates."""
         in_flight = self._in_flight.pop(result.step_id)
+        seconds, self._updated = now - self._updated, now
         plan, samples, ends = in_flight.plan, in_flight.samples, self._ends
         assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
         updates = ends.end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
@@ -230,7 +231,7 @@ class Scheduler:
                 count_drafts(self._stats, plan, result)
         if result.found_drafts or self._has_found_drafts:
             self._has_found_drafts = bool(result.found_drafts)
-            note_found_drafts(samples, result)
+            self._drafter.note_step(samples, plan, result, seconds)
         if result.pooled:
             updates += ends.end_pooled(samples, result.pooled, now)
         if result.candidates:

@@ -16,6 +16,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.simulator.adapters import AdapterWork
 from quire.simulator.cost import CostModel
+from quire.simulator.drafts import DraftWork
 from quire.simulator.hardware import IDLE_SECONDS
 from quire.simulator.jitter import make_scatter
 from quire.simulator.memory import activation_bytes, device_specs
@@ -51,6 +52,7 @@ class SimulatedExecutor:
         queue_depth: int = 1,
         seed: int = 0,
         adapters: AdapterWork | None = None,
+        drafts: DraftWork | None = None,
     ) -> None:
         """queue_depth: above 1, the next step fills pipeline stages. seed: seed of the device's jitter."""
         self._cost = cost
@@ -59,7 +61,7 @@ class SimulatedExecutor:
         self._is_overlapped = queue_depth > 1
         self._streams = Streams()
         self._tower = TowerWork(cost.tower)
-        self.adapters = adapters
+        self.adapters, self._drafts = adapters, drafts
         self._device_free = 0.0
         self._layout: KVCacheLayout | None = None
         self._swap_seconds = 0.0
@@ -134,7 +136,11 @@ class SimulatedExecutor:
                 adapters.take_orders(plan.adapters, begin)
         if idle > IDLE_SECONDS:
             model += hardware.wake_overhead
-        model = self._scatter.seconds(begin, model, work.num_chunks > 0)
+        num_drafting = 0
+        if self._drafts is not None:
+            model += self._drafts.seconds(plan)
+            num_drafting = len(plan.num_drafts) - plan.num_drafts.count(0)
+        model = self._scatter.seconds(begin, model, work.num_chunks > num_drafting)
         end = begin + model
         swapped = begin
         if work.num_swapped_out or work.num_swapped_in:
@@ -180,7 +186,10 @@ class SimulatedExecutor:
 
     def _result(self, plan: StepPlan) -> StepResult:
         streams = self._streams
-        result = StepResult(plan.step_id, streams.sample(plan))
+        if self._drafts is None:
+            result = StepResult(plan.step_id, streams.sample(plan))
+        else:
+            result = self._drafts.result(plan, streams)
         if streams.has_beams:
             for index, token_ids, scores in streams.beams(plan):
                 result.candidates[index] = Candidates(token_ids, scores)

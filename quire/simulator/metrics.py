@@ -6,6 +6,7 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from quire.kv_cache.stats import EngineStats
@@ -227,6 +228,8 @@ class Metrics:
         for name in EngineStats.__struct_fields__:
             if name.endswith("_total"):
                 setattr(self.stats, name, getattr(self.stats, name) + getattr(other.stats, name))
+        places = self.stats.accepted_drafts_by_position, other.stats.accepted_drafts_by_position
+        self.stats.accepted_drafts_by_position = [sum(counts) for counts in zip_longest(*places, fillvalue=0)]
 
     @property
     def mean_running(self) -> float:
@@ -259,6 +262,8 @@ class Metrics:
             "swap_preemptions": self.stats.swap_preemptions_total,
             "recomputed_tokens": self.stats.recomputed_tokens_total,
             "prefix_cache_hit_rate": self._hit_rate(),
+            "draft_tokens": self.stats.draft_tokens_total,
+            "accepted_draft_tokens": self.stats.accepted_draft_tokens_total,
             "encoded_images": self.stats.encoded_images_total,
             "num_adapted": self.num_adapted,
             "adapter_loads": self.stats.adapter_loads_total,

@@ -15,6 +15,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.model_shape import ModelShape
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculation import SpeculationConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.errors import ConfigError, UserError
@@ -26,6 +27,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.interface import paged_scheduler
 from quire.simulator.adapters import AdapterWork, adapter_ref, reserved_bytes
 from quire.simulator.cost import CostModel
+from quire.simulator.drafts import NO_DRAFTS, DraftWork, SimulatedDrafts
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.memory import check_pool, kv_cache_bytes, most_useful_bytes, pool_bytes
 from quire.simulator.metrics import Metrics, Moments
@@ -109,6 +111,7 @@ class EngineSettings:
     seed: int = 0
     adapters: AdaptersConfig = NO_ADAPTERS
     adapter_load_seconds: float | None = None
+    drafts: SimulatedDrafts = NO_DRAFTS
 
     def config(self, cost: CostModel) -> EngineConfig:
         """Engine's configuration for a model's shape. Raises InsufficientMemoryError when it does not fit,
@@ -144,6 +147,7 @@ class EngineSettings:
             device=DeviceConfig(device="simulated", num_threads=1, attention_backend="torch"),
             seed=0,
             adapters=self.adapters_of(cost),
+            speculation=SpeculationConfig(self.drafts.max_drafts, adapts=self.drafts.adapts),
         )
 
     def adapters_of(self, cost: CostModel) -> AdaptersConfig:
@@ -222,8 +226,14 @@ class Replica:
         if settings.adapters.is_on:
             self._adapters = AdapterWork(cost, settings.adapters_of(cost), settings.adapter_load_seconds)
         if make_executor is None:
+            drafts = DraftWork(settings.drafts, settings.seed) if settings.drafts.max_drafts else None
             self.executor: Executor = SimulatedExecutor(
-                cost, self.clock, queue_depth=settings.queue_depth, seed=settings.seed, adapters=self._adapters
+                cost,
+                self.clock,
+                queue_depth=settings.queue_depth,
+                seed=settings.seed,
+                adapters=self._adapters,
+                drafts=drafts,
             )
         else:
             self.executor = make_executor(cost, self.clock, settings.queue_depth)
@@ -362,6 +372,7 @@ class Replica:
     def _take(self, updates: list[SequenceUpdate], now: float) -> int:
         num_tokens = len(updates)
         for update in updates:
+            num_tokens += len(update.new_token_ids) - 1
             if update.timing is None:
                 continue
             live = self._live[update.request_id]
@@ -369,7 +380,6 @@ class Replica:
                 live.first_token = now
             if update.finish_reason is not None:
                 live.num_left -= 1
-                num_tokens += len(update.new_token_ids) - 1
                 if not live.num_left:
                     self._end(live, update, now)
         return num_tokens

@@ -75,6 +75,14 @@ class Streams:
             for seq_id, source in zip(plan.sample_seq_ids, plan.sample_from, strict=True)
         ]
 
+    def token(self, seq_id: int, position: int) -> int:
+        """Made-up token id of a sequence at a position."""
+        first = self._first_tokens.get(seq_id)
+        return seq_id if first is None else first + position
+
+    def is_beam(self, seq_id: int) -> bool:
+        return seq_id in self._num_candidates
+
     @property
     def has_beams(self) -> bool:
         return bool(self._num_candidates)
@@ -86,12 +94,12 @@ class Streams:
             number = self._num_candidates.get(seq_id)
             if number is not None:
                 drawn = seq_id
-                if _uniform(plan.step_id, seq_id, -1) < ALIKE:
+                if uniform(plan.step_id, seq_id, -1) < ALIKE:
                     drawn = -2 - self._requests.get(seq_id, seq_id)
                 score, scores = 0.0, []
                 for rank in range(number):
                     mean = BEAM_GAP / rank**GAP_DECAY if rank else BEST_LOSS
-                    score += mean * math.log(_uniform(plan.step_id, drawn, rank))
+                    score += mean * math.log(uniform(plan.step_id, drawn, rank))
                     scores.append(score)
                 yield index, [seq_id * number + rank for rank in range(number)], scores
 
@@ -104,7 +112,7 @@ def is_turn(new: NewSequence) -> bool:
     )
 
 
-def _uniform(*values: int) -> float:
+def uniform(*values: int) -> float:
     mixed = hash(values) & _WORD  # hashes of neighbouring numbers are not independent
     mixed ^= mixed >> 33
     mixed = mixed * _MULTIPLIER & _WORD

@@ -30,7 +30,7 @@ class StepWork(msgspec.Struct, kw_only=True):
     num_new: int = 0
     """Sequences that get a row."""
     num_chunks: int = 0
-    """Sequences that compute more than one token."""
+    """Sequences that compute more than one token, those with drafts too."""
     num_decodes: int = 0
     """Sequences that compute one token."""
     decode_context: list[int] = []
@@ -59,7 +59,7 @@ class StepWork(msgspec.Struct, kw_only=True):
         work = cls(
             num_tokens=num_tokens,
             num_sequences=num_sequences,
-            num_sampled=len(plan.sample_seq_ids) - len(plan.pooled),
+            num_sampled=len(plan.sample_seq_ids) - len(plan.pooled) + sum(plan.num_drafts),
             num_new=len(plan.new_sequences),
             num_decodes=num_decodes,
             decode_context=[_decode_context(decode_starts, num_decodes, window) for window in windows],

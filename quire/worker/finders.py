@@ -1,8 +1,6 @@
 """Finders of drafts on a CPU: in the sequence's text, earlier outputs for its client, and the request's prediction.
-`method: ngram` copies what follows the latest earlier occurrence of the longest run of last tokens. `method: suffix`:
-the latest `MOST_PLACES` places of the own text, and of the others, where at least the last two tokens occur, vote; a
-token's probability is the product of the shares up to it, and the path with the highest sum wins. A prediction comes
-first, by its place with the longest match."""
+`method: ngram` copies what follows the latest earlier occurrence of the longest run of last tokens; for `suffix`
+`MOST_PLACES` places vote. A prediction comes first (docs/decisions/0102-drafts.md)."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 class HeadDrafts(HostDrafts):
-    """Makes drafts with a model's head on a CPU. Rows without a computed step have no drafts, and neither have children
-    in their first step."""
+    """Makes drafts with a model's head on a CPU."""
 
     writes_blocks = True
     follows = True

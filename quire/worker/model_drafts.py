@@ -1,7 +1,6 @@
 """Drafts of a smaller model: its likeliest tokens after a sequence's last one.
 
-Its keys and values are in further layers of the same KV cache. A sequence without drafts may be up to MOST_BEHIND
-tokens ahead of it. Wrong cache entries only make drafts worse.
+Its keys and values are in further layers of the same KV cache; wrong ones only make drafts worse.
 """
 
 from __future__ import annotations

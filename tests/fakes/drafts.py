@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from quire.config.engine import EngineConfig
-from quire.decoding.drafts import NO_DRAFTS, Drafter, Drafts
+from quire.decoding.drafts import NO_DRAFTS, Drafter, Drafts, note_found_drafts
 from quire.decoding.sequence import Sequence
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
 from quire.scheduler.preemption import PreemptionCosts
 from quire.scheduler.scheduler import Scheduler
+from quire.step import StepPlan, StepResult
 from tests.fakes.core import CoreDriver
 
 
@@ -54,6 +55,9 @@ class RandomDrafts:
             return Drafts(num_tokens)
         right = self.executor.foresee(sequence.seq_id, num_tokens)
         return Drafts(num_tokens, self.propose_by_worker(sequence.seq_id, right, num_tokens))
+
+    def note_step(self, samples: list[Sequence], plan: StepPlan, result: StepResult, seconds: float) -> None:
+        note_found_drafts(samples, result)
 
     def propose_by_worker(self, seq_id: int, right: list[int], num_tokens: int) -> list[int]:
         """`FakeExecutor.propose_drafts`."""

@@ -106,8 +106,7 @@ class HostTexts:
             self.are_followed[row] = False
 
     def learn(self) -> None:
-        """Append the tokens of the step before the last `num_unknown` launched ones to their rows, so all ranks know
-        the same."""
+        """Append tokens of all steps but the last `num_unknown` launched ones, so ranks know the same."""
         while len(self.unread) > self.num_unknown:
             step = self.unread.popleft()
             if step is not None:
@@ -124,8 +123,7 @@ class HostTexts:
 
 
 class DeviceTextDrafts(DeviceDrafts):
-    """Makes drafts from texts on the host; constrained sequences have none of these. With method "ngram" rows without a
-    prediction are looked up on the device."""
+    """Makes drafts from texts on the host; constrained sequences have none of these."""
 
     def __init__(
         self,
@@ -241,6 +239,5 @@ class DeviceTextDrafts(DeviceDrafts):
 
 
 def path_length(max_drafts: int, queue_depth: int) -> int:
-    """Number of tokens of a path (likely continuation that a device takes drafts from): drafts behind all tokens of the
-    other steps in flight."""
+    """Tokens of a path: drafts behind all tokens of the other steps in flight."""
     return max_drafts + (queue_depth - 1) * (max_drafts + 1)
