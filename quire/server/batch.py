@@ -8,15 +8,18 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import httpx
 import msgspec
 from starlette.types import ASGIApp
 
 from quire.server.batch_lines import BYTE_ORDER_MARK, BatchLine, BatchResponse, BatchResult, custom_id_of
 from quire.server.errors import error_type
 from quire.server.openapi import OPERATIONS, Operation
+
+if TYPE_CHECKING:
+    import httpx
 
 PATHS = tuple(path for (_, path), operation in OPERATIONS.items() if operation.is_queued)
 MALFORMED = "malformed_batch_line"
@@ -109,6 +112,8 @@ async def run_batch(
         is_heavy = pace.max_bytes is not None and num_bytes + len(line) > pace.max_bytes
         return len(running) >= pace.concurrency or is_heavy
 
+    import httpx  # slow to import, and not needed before a server is ready
+
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url=_HOST, timeout=None) as client:
         try:
@@ -182,7 +187,7 @@ async def _answer(
         return BatchResult(result_id, custom_id, None, _error(asked.message, asked.code))
     answer = await _ask(client, asked, pace)
     response = BatchResponse(answer.status_code, answer.headers.get("x-request-id", result_id))
-    if answer.status_code == httpx.codes.OK:
+    if answer.status_code == HTTPStatus.OK:
         if (body := _json_line(answer.content)) is None:
             message = "the answer is not one JSON value, as a result's body must be"
             return BatchResult(result_id, custom_id, response, _error(message, NO_JSON))

@@ -8,10 +8,10 @@ import contextlib
 import os
 from collections.abc import AsyncGenerator, Callable, Container, Iterator
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import httpx
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
@@ -27,6 +27,8 @@ from quire.server.keys import Client, KeyRing
 from quire.server.request_share import share_of
 
 if TYPE_CHECKING:
+    import httpx
+
     from quire.server.context import ServerContext
 
 logger = get_logger(__name__)
@@ -43,7 +45,7 @@ MOST_RETRY_SECONDS = 30.0
 QUOTA_EXCEEDED = "file_quota_exceeded"
 _ENDING = ("cancelling", "finalizing")
 """Statuses in which no line is answered any more."""
-_RETRIED = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+_RETRIED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class BatchRunner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = ("torch", "transformers", "safetensors", "numpy")
+HEAVY = ("torch", "transformers", "safetensors", "numpy", "httpx")
 
 
 def test_the_server_process_imports_no_torch() -> None:
