@@ -231,7 +231,6 @@ SETTINGS: tuple[str, ...] = tuple(
 
 
 def _read_setting(name: str, value: str) -> dict[str, Any]:
-    """SamplingParams field of a `/set`, with its flag's value. Raises UserError."""
     flag = f"--{name.replace('_', '-')}"
     truth = {"true": flag, "false": f"--no-{flag.removeprefix('--')}"}
     parser = _setting_parser()

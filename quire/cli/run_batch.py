@@ -130,7 +130,6 @@ async def _run(
     files: Files,
     listener: Listener | None,
 ) -> int:
-    """Exit status: 0 even if requests failed, 1 for an invalid line. Raises EngineDeadError."""
     from quire.engine.async_engine import AsyncLLM  # slow to import: only once the options are valid
     from quire.server.app import create_app
     from quire.server.batch import Pace, run_batch

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
-
 DECAY = 0.97
 FIRST_CHANCE, FIRST_WEIGHT = 2 / 3, 3.0
 LEAST_CHANCE = 1 / 6
@@ -51,7 +49,6 @@ class StepTimes:
         self._last = size
 
     def wants_plain(self, num_sequences: int) -> bool:
-        """True if the time of a step without drafts is to be learned next."""
         plain = self._sizes.get(_rounded(num_sequences, 3), {}).get(0)
         few = 0 if plain is None else plain.count
         return self._num_drafted >= (PLAIN_EVERY if few >= FEW else 1 + few)
@@ -65,6 +62,8 @@ class StepTimes:
     def set_price(self, num_sequences: int, chances: SequenceOf[float], most: int) -> None:
         """Choose the price that brings most tokens a second. chances: each sequence's, of a right draft. most: drafts
         of a sequence."""
+        import numpy as np  # front ends import this module, too
+
         self._num_priced += 1
         if self._price is not None and len(chances) >= MANY and self._num_priced % PRICE_EVERY:
             return
@@ -133,7 +132,6 @@ class DraftRecord:
 
 
 def _knee(known: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Drafts that may take no time, by the line through the next two points."""
     if len(known) < 2:
         return []
     (first, low), (second, high) = known[:2]

@@ -314,7 +314,6 @@ class EngineCore:
             self._rejections.append(RequestRejected(request_id, error.message, error.param))
 
     def _finish_steps(self) -> None:
-        """Take the results of steps whose requests have all ended: they report loads of adapters."""
         while self._in_flight and not self.scheduler.has_requests:
             outputs = self.step()
             self._ended += outputs.updates

@@ -273,7 +273,6 @@ class Fleet:
         self._place(entry, None)
 
     def _abort(self, request_id: str, index: int | None) -> Sequence[Member]:
-        """Record an abort (index: one sequence's); returns the members to tell."""
         entry = self._entries.get(request_id)
         if entry is None or entry.member is None or entry.is_over:
             return ()
@@ -472,7 +471,6 @@ class Fleet:
             return self._pass_on(parts) if parts else parts
 
     def _end_others(self, member: Member) -> None:
-        """End engines that share experts with a dead one."""
         others: list[Member] = []
         with self._lock:
             if self._common is not None and self._death is None and member.generation == self._common.generation:

@@ -122,7 +122,6 @@ class LaunchedRank(LocalExecutor):
 
 
 def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup, ProcessGroup, Stage]:
-    """Groups for layers' sums, shared prompts and, on another thread, agreements of engines; this rank's stage."""
     library: Any = torch.distributed
     try:
         store, rank, size = next(library.rendezvous("env://"))

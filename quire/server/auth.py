@@ -98,7 +98,6 @@ def _enter_line(request: Request, line: LineOwner) -> None:
 
 
 def _network_of(request: Request) -> str:
-    """Address of a client without a key; for IPv6, its network (SUBSCRIBER_BITS)."""
     host = "" if request.client is None else request.client.host
     if ":" not in host:
         return host

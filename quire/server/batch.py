@@ -211,7 +211,6 @@ def _json_line(content: bytes) -> bytes | None:
 
 
 async def _ask(client: httpx.AsyncClient, request: _Asked, pace: Pace) -> httpx.Response:
-    """Send a line's request to the application, again while it is refused for now."""
     while True:
         async with pace.places or contextlib.nullcontext():
             answer = await client.post(

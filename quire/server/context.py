@@ -173,7 +173,6 @@ class ServerContext:
             self._refuse("max_num_queued_tokens", f"{number} prompt tokens wait (limit {limit})")
 
     def _refuse(self, reason: str, what: str) -> NoReturn:
-        """Raise 429 with the estimated time until the queue is empty."""
         self.metrics.record_rejection(reason)
         seconds = min(max(self.engine.queue_seconds, LEAST_RETRY_SECONDS), MOST_RETRY_SECONDS)
         raise overloaded(f"the server is overloaded: {what}", math.ceil(seconds))

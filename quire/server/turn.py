@@ -173,7 +173,6 @@ class Turn:
         return found
 
     def _tell(self, kind: Kind, text: str, *, is_last: bool) -> list[Event]:
-        """Text's growth with the log-probabilities of its tokens: those behind it wait for theirs."""
         pending, start, found = self._logprobs, 0, list[Event]()
         first, end = _place(pending, text, is_last=is_last)
         if self._open is None or self._open.kind is not kind:

@@ -239,5 +239,4 @@ class DeviceTextDrafts(DeviceDrafts):
 
 
 def path_length(max_drafts: int, queue_depth: int) -> int:
-    """Tokens of a path: drafts behind all tokens of the other steps in flight."""
     return max_drafts + (queue_depth - 1) * (max_drafts + 1)
