@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from quire.structured_output.patterns import LAST_CHARACTER, Ranges
 
-MAX_STEPS = 300_000
+MAX_STEPS = 200_000
 """Limit of a grammar's comparisons; then its lexemes are single characters."""
 MAX_STATES = 2000
 MAX_EDGES = 1024
@@ -104,6 +104,39 @@ def regular_rules(rules: dict[str, Node]) -> set[str]:
     return found
 
 
+def drop_endless(rules: dict[str, Node], root: str) -> None:
+    """Remove alternatives that no text completes. Raises ValueError where that is all."""
+    users: dict[Node, list[Node]] = {}
+    num_open: dict[Node, int] = {}
+    for body in rules.values():
+        for node in nodes_of(body):
+            needed = [rules[node.name]] if isinstance(node, Reference) else parts_of(node)
+            for part in needed:
+                users.setdefault(part, []).append(node)
+            num_open[node] = len(needed)
+            if isinstance(node, Choice):
+                num_open[node] = 1
+            elif isinstance(node, Repeated) and node.may_be_none:
+                num_open[node] = 0
+            elif isinstance(node, Character) and not node.ranges:
+                num_open[node] = 1
+    ready = deque(node for node, count in num_open.items() if not count)
+    good = set(ready)
+    while ready:
+        for user in users.get(ready.popleft(), ()):
+            num_open[user] -= 1
+            if not num_open[user]:
+                good.add(user)
+                ready.append(user)
+    if rules[root] not in good:
+        raise ValueError(f"the rule {root} needs a text without end")
+    for node in good:
+        if isinstance(node, Choice):
+            node.options = [option for option in node.options if option in good]
+        elif isinstance(node, Repeated) and node.part not in good:
+            node.part = Joined([])
+
+
 def nodes_of(node: Node) -> Iterator[Node]:
     waiting = [node]
     while waiting:
@@ -121,9 +154,10 @@ def _bits(mask: int) -> Iterator[int]:
 
 class Lexemes:
     def __init__(self, rules: dict[str, Node], root: str) -> None:
-        """rules: bodies, which are changed: regular neighbours become one part."""
+        """rules: bodies, which are changed: regular neighbours become one part, endless ones go. Raises ValueError."""
         self._rules = rules
         self._root = root
+        drop_endless(rules, root)
         self._regular = regular_rules(rules)
         for name in rules:
             self._join_neighbours(rules[name])
@@ -304,8 +338,12 @@ class _Round:
         self._find_first()
         self._find_follow()
         begins = [self._begins(place) for place in self._places]
-        after = [_union(begins, follow) for follow in self._follow]
-        self._compare_together(after)
+        unions: dict[int, int] = {}
+        for follow in self._follow:
+            if follow not in unions:
+                self._lexemes.spend(follow.bit_count())
+                unions[follow] = _union(begins, follow)
+        self._compare_together([unions[follow] for follow in self._follow])
         return self._split
 
     def _find_places(self) -> None:
