@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 
 from quire.structured_output.lexemes import (
+    Alternatives,
     Character,
-    Choice,
     Joined,
     Lexemes,
     Node,
@@ -89,7 +89,7 @@ class _Reader:
                 self._skip_blanks()
             options.append(parts[0] if len(parts) == 1 else Joined(parts))
             if not self._text.startswith("|", self._at):
-                return options[0] if len(options) == 1 else Choice(options)
+                return options[0] if len(options) == 1 else Alternatives(options)
             self._at += 1
             self._skip_blanks()
 
@@ -258,4 +258,4 @@ class _Writer:
         texts = [write(part) for part in parts_of(node)]
         if isinstance(node, Repeated):
             return (f"({texts[0]})" if isinstance(node.part, Repeated) else texts[0]) + node.sign
-        return "(" + (" | " if isinstance(node, Choice) else " ").join(texts) + ")" if texts else '""'
+        return "(" + (" | " if isinstance(node, Alternatives) else " ").join(texts) + ")" if texts else '""'

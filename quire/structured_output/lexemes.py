@@ -1,5 +1,5 @@
-"""Lexemes of a grammar: its largest parts that llguidance's lexer, which takes the longest match, reads as the grammar
-means them. Single characters always are; other parts are where no character continues one that may also follow it."""
+"""Largest parts of a grammar that llguidance's lexer, which takes the longest match, reads as the grammar does."""
+# Single characters always are; other parts are where no character continues one that may also follow it.
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from quire.structured_output.patterns import LAST_CHARACTER, Ranges
 
 MAX_STEPS = 200_000
-"""Limit of a grammar's comparisons; then its lexemes are single characters."""
+# Limit of a grammar's comparisons; then its lexemes are single characters.
 MAX_STATES = 2000
 MAX_EDGES = 1024
 MAX_REFERENCES = 50
@@ -41,7 +41,7 @@ class Joined(Node):
 
 
 @dataclass(eq=False)
-class Choice(Node):
+class Alternatives(Node):
     options: list[Node]
 
 
@@ -55,7 +55,7 @@ class Repeated(Node):
 
 @dataclass
 class _Automaton:
-    """Glushkov's automaton of more than the lexeme: counts are any number. Sets of states and characters are bits."""
+    # Glushkov's automaton of more than the lexeme: counts are any number. Sets of states and characters are bits.
 
     characters: list[int] = field(default_factory=list)
     follow: list[int] = field(default_factory=list)
@@ -78,7 +78,7 @@ class _OutOfStepsError(Exception):
 def parts_of(node: Node) -> list[Node]:
     if isinstance(node, Joined):
         return node.parts
-    if isinstance(node, Choice):
+    if isinstance(node, Alternatives):
         return node.options
     return [node.part] if isinstance(node, Repeated) else []
 
@@ -114,7 +114,7 @@ def drop_endless(rules: dict[str, Node], root: str) -> None:
             for part in needed:
                 users.setdefault(part, []).append(node)
             num_open[node] = len(needed)
-            if isinstance(node, Choice):
+            if isinstance(node, Alternatives):
                 num_open[node] = 1
             elif isinstance(node, Repeated) and node.may_be_none:
                 num_open[node] = 0
@@ -131,7 +131,7 @@ def drop_endless(rules: dict[str, Node], root: str) -> None:
     if rules[root] not in good:
         raise ValueError(f"the rule {root} needs a text without end")
     for node in good:
-        if isinstance(node, Choice):
+        if isinstance(node, Alternatives):
             node.options = [option for option in node.options if option in good]
         elif isinstance(node, Repeated) and node.part not in good:
             node.part = Joined([])
@@ -190,7 +190,7 @@ class Lexemes:
             raise _OutOfStepsError
 
     def automaton(self, node: Node) -> _Automaton | None:
-        """None: too large."""
+        # None: too large.
         key = self.key(node)
         if key not in self._automata:
             found = _Automaton()
@@ -203,13 +203,13 @@ class Lexemes:
         return self._automata[key]
 
     def key(self, node: Node) -> object:
-        """Equal for equal lexemes."""
+        # Equal for equal lexemes.
         if isinstance(node, Character):
             return node.text
         return self.whole(node) if not isinstance(node, Joined) or node.literal is None else (node.literal,)
 
     def compare(self, one: Node, other: Node) -> tuple[int, int, bool]:
-        """Characters that continue `other` where `one` is whole, the reverse, and True if both can be whole at once."""
+        # Characters that continue `other` where `one` is whole, the reverse, and True if both can be whole at once.
         keys = self.key(one), self.key(other)
         if keys not in self._compared:
             first, second, both = self._compare(self.automaton(one), self.automaton(other))
@@ -241,7 +241,7 @@ class Lexemes:
         return after_one, after_other, both
 
     def _build(self, found: _Automaton, node: Node, depth: int) -> tuple[bool, int, int]:
-        """(True if it matches nothing, its first states, its last ones)."""
+        # (True if it matches nothing, its first states, its last ones).
         self.spend()
         if isinstance(node, Character):
             if len(found.characters) == MAX_STATES:
@@ -254,7 +254,7 @@ class Lexemes:
             if depth == MAX_REFERENCES:
                 raise _TooLargeError
             return self._build(found, self._rules[node.name], depth + 1)
-        if isinstance(node, Choice):
+        if isinstance(node, Alternatives):
             options = [self._build(found, option, depth) for option in node.options]
             first = last = 0
             for _, begin, end in options:
@@ -298,7 +298,7 @@ class Lexemes:
             node.parts = joined
 
     def _character_edges(self) -> list[int]:
-        """Where sets of characters begin and end; not all of very many, so that sets grow."""
+        # Where sets of characters begin and end; not all of very many, so that sets grow.
         nodes = [node for body in self._rules.values() for node in nodes_of(body) if isinstance(node, Character)]
         edges = sorted({edge for node in nodes for low, high in node.ranges for edge in (low, high + 1)} - {0})
         few = bisect_right(edges, 0x80)
@@ -316,7 +316,7 @@ class Lexemes:
 
 
 class _Round:
-    """Places of lexemes in a grammar: which follow which, and which may be read at once. Sets of places are bits."""
+    # Places of lexemes in a grammar: which follow which, and which may be read at once. Sets of places are bits.
 
     def __init__(self, lexemes: Lexemes, rules: dict[str, Node], root: str) -> None:
         self._lexemes = lexemes
@@ -331,7 +331,7 @@ class _Round:
         self._split = set[Node]()
 
     def unsafe(self) -> set[Node]:
-        """Parts that cannot be lexemes."""
+        # Parts that cannot be lexemes.
         if self._lexemes.is_lexeme(Reference(self._root)):
             return set()
         self._find_places()
@@ -378,7 +378,7 @@ class _Round:
                 self._first[name] = found
 
     def _first_of(self, node: Node) -> tuple[bool, int]:
-        """(True if it matches nothing, its first places)."""
+        # (True if it matches nothing, its first places).
         self._lexemes.spend()
         if node in self._numbers:
             found = self._lexemes.automaton(node)
@@ -388,7 +388,7 @@ class _Round:
         if isinstance(node, Repeated):
             is_empty, first = self._first_of(node.part)
             return is_empty or node.may_be_none, first
-        is_choice = isinstance(node, Choice)
+        is_choice = isinstance(node, Alternatives)
         all_empty, first = not is_choice, 0
         for part in parts_of(node):
             is_empty, begin = self._first_of(part)
@@ -409,7 +409,7 @@ class _Round:
                 waiting[changed] = None
 
     def _spread(self, node: Node, follow: int) -> Iterator[str]:
-        """Notes what follows the parts of `node`, and yields rules behind which more follows than before."""
+        # Notes what follows the parts of `node`, and yields rules behind which more follows than before.
         self._lexemes.spend()
         if node in self._numbers:
             self._follow[self._numbers[node]] |= follow
@@ -417,7 +417,7 @@ class _Round:
             if follow & ~self._after[node.name]:
                 self._after[node.name] |= follow
                 yield node.name
-        elif isinstance(node, Choice):
+        elif isinstance(node, Alternatives):
             for option in node.options:
                 yield from self._spread(option, follow)
         elif isinstance(node, Repeated):
@@ -434,8 +434,8 @@ class _Round:
         return EVERYTHING if found is None else found.begins()
 
     def _compare_together(self, after: list[int]) -> None:
-        """after: characters after each place. Two places are read at once at the start, and behind two that are read
-        at once and match the same text."""
+        # after: characters after each place. Two places are read at once at the start, and behind two that are read
+        # at once and match the same text.
         first = self._first[self._root][1]
         waiting = [(first, first)]
         done = set[tuple[int, int]](waiting)
@@ -466,7 +466,7 @@ def _union(masks: list[int], chosen: int) -> int:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Characters that are in none of the ranges."""
+    # Characters that are in none of the ranges.
     found, start = [], 0
     for low, high in sorted(ranges):
         if low > start:

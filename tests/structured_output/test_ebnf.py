@@ -1,4 +1,4 @@
-"""Grammars in EBNF allow what llguidance's converter makes of them, and more: its lexer takes the longest match."""
+"""Grammars in EBNF allow at least what llguidance's converter makes of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LETTERS = 'abc\n"x]/'
 
 
 def random_grammar(rng: random.Random) -> str:
-    """Rules of which each refers to later ones, and one to itself."""
+    # Each rule refers to later ones, and one to itself.
     num_rules = rng.randint(1, 4)
     lines = []
     for number in range(num_rules):

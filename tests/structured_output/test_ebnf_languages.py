@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from quire.structured_output import ebnf
+from quire.structured_output import ebnf, lexemes
 from quire.structured_output.grammar import lark_grammar
 from tests.structured_output.bytes_matcher import matcher, takes
 
@@ -26,7 +27,7 @@ def written(part: Part) -> str:
     if kind == "class":
         return f"[{'^' if rest[1] else ''}{rest[0]}]"
     if kind == "rule":
-        return rest[0]
+        return str(rest[0])
     if kind == "repeated":
         return f"({written(rest[0])}){rest[1]}"
     return "(" + (" | " if kind == "choice" else " ").join(map(written, rest[0])) + ")"
@@ -34,7 +35,7 @@ def written(part: Part) -> str:
 
 @dataclass
 class Plain:
-    """Productions of single characters. A state of the chart is a production with a place, and where it began."""
+    # Productions of single characters. A state of the chart: a name, the symbols to come, where it began.
 
     productions: dict[str, list[list[Symbol]]]
 
@@ -86,7 +87,7 @@ class Plain:
         return all(symbol in good if isinstance(symbol, str) else bool(symbol) for symbol in option)
 
     def read(self, text: str) -> tuple[int, list[bool]]:
-        """(characters of the longest beginning that some text of the language has, whether each beginning is whole)."""
+        # (characters of the longest beginning that some text of the language has, whether each beginning is whole)
         chart = [{("root", tuple(option), 0) for option in self.productions["root"]}]
         whole = []
         for number in range(len(text) + 1):
@@ -148,3 +149,52 @@ def compare(rules: dict[str, Part], texts: list[str]) -> None:
 @given(st.fixed_dictionaries(dict.fromkeys(RULES, PARTS)), TEXTS)
 def test_masks_allow_what_the_grammar_does(rules: dict[str, Part], texts: list[str]) -> None:
     compare(rules, texts)
+
+
+ARITHMETIC = r"""
+root ::= (expr "=" ws term "\n")+
+expr ::= term ([-+*/] term)*
+term ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num ::= [0-9]+ ws
+ws ::= [ \t\n]*
+"""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "taken"),
+    [
+        ('root ::= word "s"\nword ::= [a-z]+', ["cats", "ss"]),
+        (ARITHMETIC, ["a=b\n", "1+2 = 3\n\n", "x=(y)\nz=1\n"]),
+        ('root ::= "[" root "]" | ("a" | "ab") ("c" | "bd")', ["abd", "[abc]", "[[ac]]"]),
+        ('root ::= "a" | "b" endless\nendless ::= "c" endless', ["a"]),
+    ],
+)
+def test_a_longest_match_keeps_nothing_out(grammar: str, taken: list[str]) -> None:
+    found = matcher(lark_grammar(ebnf.to_lark(grammar)))
+    assert all(takes(found, text) for text in taken)
+    assert found.validate_tokens([ord("b")]) == ("word" in grammar or "num" in grammar)
+
+
+def test_a_grammar_too_large_to_compare_is_read_by_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lexemes, "MAX_STEPS", 30)
+    text = ebnf.to_lark(ARITHMETIC)
+    assert "T_" not in text
+    assert takes(matcher(lark_grammar(text)), "1+2 = 3\n\n")
+
+
+def test_strings_of_json_stay_lexemes() -> None:
+    text = ebnf.to_lark(
+        r"""root ::= object
+value ::= object | string
+object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? "}" ws
+string ::= "\"" ([^"\\] | "\\" ["\\])* "\"" ws
+ws ::= [ \n]*"""
+    )
+    assert "T_STRING" in text
+    assert "r_string" not in text
+
+
+def test_a_rule_that_never_ends_is_refused() -> None:
+    with pytest.raises(ValueError, match="without end"):
+        ebnf.to_lark('root ::= "(" root ")"')
