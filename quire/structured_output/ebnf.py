@@ -1,5 +1,4 @@
-"""Translation of EBNF grammars (`name ::= ...`, as in llama.cpp and xgrammar) to Lark's syntax, with its
-largest exact lexemes as terminals, which make masks fast."""
+"""Translation of EBNF grammars (`name ::= ...`, as in llama.cpp and xgrammar) to Lark's syntax."""
 
 from __future__ import annotations
 
