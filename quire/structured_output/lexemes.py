@@ -13,7 +13,7 @@ from quire.structured_output.patterns import LAST_CHARACTER, Ranges
 MAX_STEPS = 200_000
 # Limit of a grammar's comparisons; then its lexemes are single characters.
 MAX_STATES = 2000
-MAX_EDGES = 1024
+LONG = range(0x40000, LAST_CHARACTER, 0x40000)
 MAX_REFERENCES = 50
 EVERYTHING = -1
 
@@ -298,13 +298,10 @@ class Lexemes:
             node.parts = joined
 
     def _character_edges(self) -> list[int]:
-        # Where sets of characters begin and end; not all of very many, so that sets grow.
+        # Where sets of characters begin and end. The lexer sees bytes: characters of one first byte count as one.
         nodes = [node for body in self._rules.values() for node in nodes_of(body) if isinstance(node, Character)]
-        edges = sorted({edge for node in nodes for low, high in node.ranges for edge in (low, high + 1)} - {0})
-        few = bisect_right(edges, 0x80)
-        if few + MAX_EDGES < len(edges):
-            edges[few:] = edges[few :: -(-len(edges) // MAX_EDGES)]
-        return edges
+        edges = {edge for node in nodes for low, high in node.ranges for edge in (low, high + 1) if 0 < edge < 0x80}
+        return sorted({*edges, *range(0x80, 0x800, 0x40), 0x800, *range(0x1000, 0x10000, 0x1000), 0x10000, *LONG})
 
     def _characters(self, node: Character) -> int:
         mask = 0

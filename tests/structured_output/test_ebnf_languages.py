@@ -169,6 +169,7 @@ ws ::= [ \t\n]*
         ('root ::= word "s"\nword ::= [a-z]+', ["cats", "ss"]),
         (ARITHMETIC, ["a=b\n", "1+2 = 3\n\n", "x=(y)\nz=1\n"]),
         ('root ::= "[" root "]" | ("a" | "ab") ("c" | "bd")', ["abd", "[abc]", "[[ac]]"]),
+        ('root ::= [^aü]* | root "ü" # a number', ["cü", "cüü", "é"]),
         ('root ::= "a" | "b" endless\nendless ::= "c" endless', ["a"]),
     ],
 )
