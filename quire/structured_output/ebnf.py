@@ -1,11 +1,23 @@
-"""Translation of EBNF grammars (`name ::= ...`, as in llama.cpp and xgrammar) to Lark's syntax, in linear time. A rule
-that refers only to such rules, or to none, becomes a terminal, which makes masks fast."""
+"""Translation of EBNF grammars (`name ::= ...`, as in llama.cpp and xgrammar) to Lark's syntax."""
 
 from __future__ import annotations
 
 import re
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+
+from quire.structured_output.lexemes import (
+    Alternatives,
+    Character,
+    Joined,
+    Lexemes,
+    Node,
+    Reference,
+    Repeated,
+    complement,
+    nodes_of,
+    parts_of,
+)
+from quire.structured_output.patterns import LAST_CHARACTER
 
 MAX_DEPTH = 100
 """Deepest nesting of parentheses."""
@@ -19,15 +31,6 @@ _ESCAPE = re.compile(r"\\(?:(?P<simple>[\"\\\[\]nrt\-^/'])|x([0-9a-fA-F]{2})|u([
 _NAMED = {"n": "\n", "r": "\r", "t": "\t"}
 _TO_QUOTE = re.compile(r'[\x00-\x1f\x7f"\\]')
 _CLASS_SPECIAL = frozenset("[]^-\\/&~")
-
-
-@dataclass
-class _Rule:
-    name: str
-    position: int
-    parts: list[str] = field(default_factory=list)
-    """Pieces of the right side; a reference is a NUL and the name."""
-    references: set[str] = field(default_factory=set)
 
 
 def is_ebnf(text: str) -> bool:
@@ -53,97 +56,95 @@ class _Reader:
         self._text = text
         self._at = 0
 
-    def rules(self) -> dict[str, _Rule]:
-        rules: dict[str, _Rule] = {}
+    def rules(self) -> dict[str, Node]:
+        rules: dict[str, Node] = {}
         self._skip_blanks()
         while self._at < len(self._text):
-            rule = self._rule()
-            if rule.name in rules:
-                raise self._error(f"the rule {rule.name:.100} is there twice")
-            rules[rule.name] = rule
+            name = _NAME.match(self._text, self._at)
+            head = _HEAD.match(self._text, name.end()) if name else None
+            if name is None or head is None:
+                raise self._error("a rule `name ::= ...` is expected")
+            if name[0] in rules:
+                raise self._error(f"the rule {name[0]:.100} is there twice")
+            self._at = head.end()
+            self._skip_blanks()
+            rules[name[0]] = self._alternatives(0)
+            if self._at < len(self._text) and not self._is_rule():
+                raise self._error(f"{self._text[self._at]!r} is not expected here")
         return rules
-
-    def _rule(self) -> _Rule:
-        name = _NAME.match(self._text, self._at)
-        head = _HEAD.match(self._text, name.end()) if name else None
-        if name is None or head is None:
-            raise self._error("a rule `name ::= ...` is expected")
-        rule = _Rule(name[0], self._at)
-        self._at = head.end()
-        self._skip_blanks()
-        self._alternatives(rule, 0)
-        if self._at < len(self._text) and not self._is_rule():
-            raise self._error(f"{self._text[self._at]!r} is not expected here")
-        return rule
 
     def _is_rule(self) -> bool:
         name = _NAME.match(self._text, self._at)
         return name is not None and _HEAD.match(self._text, name.end()) is not None
 
-    def _alternatives(self, rule: _Rule, depth: int) -> None:
+    def _alternatives(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
             raise self._error(f"parentheses are nested more than {MAX_DEPTH} levels deep")
+        options: list[Node] = []
         while True:
-            start = len(rule.parts)
+            parts = []
             while self._at < len(self._text) and self._text[self._at] not in "|)" and not self._is_rule():
-                self._element(rule, depth)
+                parts.append(self._repeated(self._element(depth)))
                 self._skip_blanks()
-            if len(rule.parts) == start:
-                rule.parts.append('""')
+            options.append(parts[0] if len(parts) == 1 else Joined(parts))
             if not self._text.startswith("|", self._at):
-                return
-            rule.parts.append("|")
+                return options[0] if len(options) == 1 else Alternatives(options)
             self._at += 1
             self._skip_blanks()
 
-    def _element(self, rule: _Rule, depth: int) -> None:
+    def _element(self, depth: int) -> Node:
         character = self._text[self._at]
         if character == '"':
-            rule.parts.append(self._literal())
-        elif character == "[":
-            rule.parts.append(self._class())
-        elif character == ".":
-            rule.parts.append("/(?s:.)/")
+            return self._literal()
+        if character == "[":
+            return self._class()
+        if character == ".":
             self._at += 1
-        elif character == "(":
+            return Character("/(?s:.)/", ((0, LAST_CHARACTER),))
+        if character == "(":
             self._at += 1
             self._skip_blanks()
-            rule.parts.append("(")
-            self._alternatives(rule, depth + 1)
+            found = self._alternatives(depth + 1)
             if not self._text.startswith(")", self._at):
                 raise self._error("a parenthesis is not closed")
             self._at += 1
-            rule.parts.append(")")
-        elif name := _NAME.match(self._text, self._at):
-            rule.parts.append("\0" + name[0])
-            rule.references.add(name[0])
+            return found
+        if name := _NAME.match(self._text, self._at):
             self._at = name.end()
-        else:
-            raise self._error(f"{character!r} is not expected here")
-        self._repetition(rule)
+            return Reference(name[0])
+        raise self._error(f"{character!r} is not expected here")
 
-    def _repetition(self, rule: _Rule) -> None:
+    def _repeated(self, part: Node) -> Node:
         found = _REPEAT.match(self._text, self._at)
         if found is None:
-            return
-        sign, low, comma, high = found.groups()
-        if sign is None:
-            sign = f"{{{int(low)},{'' if high is None else int(high)}}}" if comma else f"{{{int(low)}}}"
-        rule.parts[-1] += sign
+            return part
         self._at = found.end()
+        sign, low, comma, high = found.groups()
+        if sign is not None:
+            return Repeated(part, sign, sign != "+", 1 if sign == "?" else None)
+        least = int(low)
+        most = least if not comma else None if high is None else int(high)
+        if most is not None and most < least:
+            raise self._error(f"no number is from {least} to {most}")
+        if most == 0:
+            return Joined([])
+        sign = f"{{{least}}}" if not comma else f"{{{least},{'' if most is None else most}}}"
+        return Repeated(part, sign, least == 0, most)
 
-    def _literal(self) -> str:
+    def _literal(self) -> Node:
         self._at += 1
         pieces = []
         while not self._text.startswith('"', self._at):
             pieces.append(self._character())
         self._at += 1
-        return quoted("".join(pieces))
+        parts: list[Node] = [Character(quoted(each), ((ord(each), ord(each)),)) for each in pieces]
+        return parts[0] if len(parts) == 1 else Joined(parts, quoted("".join(pieces)))
 
-    def _class(self) -> str:
+    def _class(self) -> Node:
         self._at += 1
-        pieces = ["["]
-        if self._text.startswith("^", self._at):
+        pieces, ranges = ["["], []
+        is_negated = self._text.startswith("^", self._at)
+        if is_negated:
             pieces.append("^")
             self._at += 1
         while not self._text.startswith("]", self._at):
@@ -155,10 +156,12 @@ class _Reader:
                 if high < low:
                     raise self._error(f"the range {low!r} to {high!r} is empty")
             pieces.append(_in_class(low) + ("" if high == low else f"-{_in_class(high)}"))
+            ranges.append((ord(low), ord(high)))
         self._at += 1
         if len(pieces) == 1:
             raise self._error("a class of characters is empty")
-        return "/(?s:.)/" if pieces == ["[", "^"] else f"/{''.join(pieces)}]/"
+        text = "/(?s:.)/" if pieces == ["[", "^"] else f"/{''.join(pieces)}]/"
+        return Character(text, complement(tuple(ranges)) if is_negated else tuple(ranges))
 
     def _character(self) -> str:
         if self._at >= len(self._text):
@@ -193,45 +196,65 @@ def _in_class(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x20 or code == 0x7F else character
 
 
-def _written(rules: dict[str, _Rule]) -> str:
+def _written(rules: dict[str, Node]) -> str:
     if ROOT not in rules:
         raise ValueError(f"there is no rule {ROOT}")
-    for rule in rules.values():
-        missing = next((name for name in rule.references if name not in rules), None)
-        if missing is not None:
-            raise ValueError(f"the rule {rule.name:.100} refers to {missing:.100}, which is no rule")
-    terminals = _terminals(rules)
-    names = {}
-    for number, name in enumerate(rules):
-        clean = re.sub(r"[^a-z0-9]", "_", name.lower()) + f"_{number}"
-        names[name] = "start" if name == ROOT else f"T_{clean.upper()}" if name in terminals else f"r_{clean}"
-    lines = [
-        f"{names[rule.name]}: " + " ".join(_named(part, names) if "\0" in part else part for part in rule.parts)
-        for rule in rules.values()
-    ]
-    return "%llguidance {}\n" + "\n".join(lines) + "\n"
+    for name, body in rules.items():
+        for node in nodes_of(body):
+            if isinstance(node, Reference) and node.name not in rules:
+                raise ValueError(f"the rule {name:.100} refers to {node.name:.100}, which is no rule")
+    return _Writer(rules).text()
 
 
-def _named(part: str, names: dict[str, str]) -> str:
-    found = _NAME.match(part, 1)
-    assert found is not None
-    return names[found[0]] + part[found.end() :]
+class _Writer:
+    def __init__(self, rules: dict[str, Node]) -> None:
+        self._rules = rules
+        self._lexemes = Lexemes(rules, ROOT)
+        self._numbers = {name: number for number, name in enumerate(rules)}
+        self._waiting: list[tuple[str, bool]] = []
+        self._seen = set[tuple[str, bool]]()
+        self._lines: list[str] = []
+        self._num_parts = 0
 
+    def text(self) -> str:
+        root = Reference(ROOT)
+        self._lines.append(f"start: {self._rule(root)}")
+        while self._waiting:
+            name, is_terminal = self._waiting.pop()
+            body = self._rules[name]
+            self._lines.append(
+                f"{self._name(name, is_terminal)}: {self._terminal(body) if is_terminal else self._rule(body)}"
+            )
+        return "%llguidance {}\n" + "\n".join(self._lines) + "\n"
 
-def _terminals(rules: dict[str, _Rule]) -> set[str]:
-    """Names of rules from which references lead to no rule that refers to itself."""
-    users: dict[str, list[str]] = {name: [] for name in rules}
-    for rule in rules.values():
-        for name in rule.references:
-            users[name].append(rule.name)
-    num_open = {name: len(rule.references) for name, rule in rules.items()}
-    ready = deque(name for name, count in num_open.items() if not count and name != ROOT)
-    found = set[str]()
-    while ready:
-        name = ready.popleft()
-        found.add(name)
-        for user in users[name]:
-            num_open[user] -= 1
-            if not num_open[user] and user != ROOT:
-                ready.append(user)
-    return found
+    def _name(self, name: str, is_terminal: bool) -> str:
+        if (name, is_terminal) not in self._seen:
+            self._seen.add((name, is_terminal))
+            self._waiting.append((name, is_terminal))
+        clean = re.sub(r"[^a-z0-9]", "_", name.lower()) + f"_{self._numbers[name]}"
+        return f"T_{clean.upper()}" if is_terminal else f"r_{clean}"
+
+    def _rule(self, node: Node) -> str:
+        if not self._lexemes.is_lexeme(node):
+            return self._name(node.name, False) if isinstance(node, Reference) else self._joined(node, self._rule)
+        text = self._terminal(node)
+        if isinstance(node, (Character, Reference)) or (isinstance(node, Joined) and node.literal is not None):
+            return text
+        self._num_parts += 1
+        self._lines.append(f"T_{self._num_parts}: {text}")
+        return f"T_{self._num_parts}"
+
+    def _terminal(self, node: Node) -> str:
+        if isinstance(node, Character):
+            return node.text
+        if isinstance(node, Reference):
+            return self._name(node.name, True)
+        if isinstance(node, Joined) and node.literal is not None:
+            return node.literal
+        return self._joined(node, self._terminal)
+
+    def _joined(self, node: Node, write: Callable[[Node], str]) -> str:
+        texts = [write(part) for part in parts_of(node)]
+        if isinstance(node, Repeated):
+            return (f"({texts[0]})" if isinstance(node.part, Repeated) else texts[0]) + node.sign
+        return "(" + (" | " if isinstance(node, Alternatives) else " ").join(texts) + ")" if texts else '""'

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.errors import UserError
-from quire.structured_output import patterns, schema_joins
+from quire.structured_output import lexemes, patterns, schema_joins
 from quire.structured_output.grammar import write_grammar
 from quire.structured_outputs_params import StructuredOutputsParams
 
@@ -96,6 +96,10 @@ FAMILIES: dict[str, Callable[[int], dict[str, Any]]] = {
     "classes": lambda n: {"regex": "[[]" * n},
     "escapes": lambda n: {"regex": "\\" * n},
     "rules": lambda n: {"grammar": "".join(f"r{each} ::= [^a]\n" for each in range(n))},
+    "rules in a chain": lambda n: {
+        "grammar": f"root ::= r1 | root\nr{n} ::= [a]\n"
+        + "".join(f"r{each} ::= [^a] r{each + 1}\n" for each in range(1, n))
+    },
     "loops of states": lambda n: named("(?:a?){200}b", "a" * n),
     "spellings": lambda n: {
         "json": {"patternProperties": {f"[{chr(97 + each % 26)}]{each}": {"minLength": 1} for each in range(n)}}
@@ -118,6 +122,16 @@ def test_lines_grow_as_the_text(family: str) -> None:
 
 CLASS = "[" + "".join(chr(0x4E00 + 2 * each) for each in range(500)) + "]"
 BOUNDED: dict[str, dict[str, Any]] = {
+    "rules that follow one another": {
+        "grammar": "root ::= "
+        + " | ".join(f"r{each}" for each in range(150))
+        + "\n"
+        + "".join(f'r{each} ::= "x" root "y{each}"? | "z"\n' for each in range(150))
+    },
+    "rules of two of the next": {
+        "grammar": 'root ::= "(" root ")" | r0 "b"\nr40 ::= "a"*\n'
+        + "".join(f"r{each} ::= r{each + 1} r{each + 1}\n" for each in range(40))
+    },
     "ranges times states": named(f"(?:{CLASS}?){{40}}b", "".join(chr(0x4E01 + 2 * each) for each in range(500))),
     "repetitions of repetitions": named("((((a{9}){9}){9}){9}){9}b", "a"),
     "repetitions of nothing": named("(?:){999999999}{999999999}b", "a"),
@@ -150,6 +164,7 @@ BOUNDED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", BOUNDED)
 def test_lines_are_bounded_where_they_grow_faster(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns.Budget.__init__, "__defaults__", (STEPS,))
+    monkeypatch.setattr(lexemes, "MAX_STEPS", STEPS // 2)
     assert num_lines(lambda: write(**BOUNDED[case])) < LIMIT
 
 
