@@ -144,9 +144,9 @@ async def _run(
 
         def write(line: bytes) -> None:
             nonlocal num_done
+            engine.check_health()  # else the line is no answer, and --resume asks again
             files.answers.write(line)
             files.answers.flush()
-            engine.check_health()
             num_done += 1
             bar.update(num_done)
 

@@ -83,6 +83,7 @@ class EngineCore:
         self._clock = clock
         self._steps = steps
         self._num_joined = 0
+        self._is_draining = False
         self._executor = executor
         self._observers = observers
         self._queue_depth = config.scheduler.queue_depth
@@ -268,7 +269,7 @@ class EngineCore:
         while len(self._in_flight) < self._queue_depth and self._unsent is None:
             waits = self._pause.stops_all or not self._steps.may_begin
             plan = None if waits else self.scheduler.schedule(self._clock.now())
-            if plan is None and self._steps.is_behind:
+            if plan is None and self._steps.is_behind and not self._is_draining:
                 self._num_joined += 1
                 dummy = StepPlan(-self._num_joined, [], [], [], [], [], is_dummy=True)
                 self._steps.count_step()
@@ -314,10 +315,12 @@ class EngineCore:
             self._rejections.append(RequestRejected(request_id, error.message, error.param))
 
     def _finish_steps(self) -> None:
+        self._is_draining = True
         while self._in_flight and not self.scheduler.has_requests:
             outputs = self.step()
             self._ended += outputs.updates
             self._rejections = outputs.rejections + self._rejections
+        self._is_draining = False
 
     def _finish_transfers(self) -> bool:
         for _ in range(LAST_TRANSFERS):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from quire.engine.client import cause_of_death
+from quire.engine.client import EngineClient, cause_of_death
 from quire.engine.culprit_search import CulpritSearch
 from quire.engine.member import Entry, Member, StartEngine
 from quire.engine.messages import (
@@ -471,19 +471,20 @@ class Fleet:
             return self._pass_on(parts) if parts else parts
 
     def _end_others(self, member: Member) -> None:
-        others: list[Member] = []
+        clients: list[EngineClient] = []
         with self._lock:
             if self._common is not None and self._death is None and member.generation == self._common.generation:
-                others = [each for each in self.members if each is not member and each.client is not None]
-                for other in others:
-                    other.is_ended_with_others = True
+                for other in self.members:
+                    if other is not member and other.client is not None:
+                        other.is_ended_with_others = True
+                        clients.append(other.client)
                 self._common.renew()
-        for other in others:
-            assert other.client is not None
-            other.client.shutdown(0.0)
+        for client in clients:
+            client.shutdown(0.0)
 
     def _restart(self, member: Member) -> None:
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             assert member.client is not None
             member.client.shutdown()
             with self._lock:
@@ -502,12 +503,15 @@ class Fleet:
             except (QuireError, OSError, zmq.ZMQError) as error:  # no process, memory or descriptor for a moment
                 self._raise_if_over()
                 self._end_others(member)  # it may have joined a step already
+                if member.is_ended_with_others:
+                    continue
+                attempt += 1
                 reason = str(error) if isinstance(error, QuireError) else explain(error)
                 logger.warning("%s could not be started again: %s", member.name, reason)
                 with self._lock:
                     if member.is_wanted:  # else a call to stop it is answered when its requests are elsewhere
                         self._settle(member, None, REPLICA_CALLS)
-                    if attempt + 1 == MAX_STARTS and not member.is_lost:
+                    if attempt == MAX_STARTS and not member.is_lost:
                         self._lose(member, f"{member.name} could not be started again: {reason}")
 
     def _start(self, member: Member) -> EngineReady:

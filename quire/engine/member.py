@@ -165,6 +165,6 @@ class Member:
 
     def note_death(self, death: EngineDeadError) -> None:
         self.is_up, self.is_stopping, self.death = False, False, death
-        self.num_fruitless += 1
+        self.num_fruitless += not self.is_ended_with_others
         if self.stats is not None:
             self.stats_before, self.stats = carry_over(self.stats_before, self.stats), None

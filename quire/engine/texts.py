@@ -10,10 +10,10 @@ from quire.clock import Clock, SystemClock
 from quire.engine.front_end import FrontEnd
 from quire.engine.input_processor import RenderedChat
 from quire.engine.pictures import Pictures
-from quire.errors import QuireError, UserError
+from quire.errors import PromptTooLongError, QuireError, UserError
 from quire.tokenization.conversation import Conversation
 from quire.tokenization.helpers import Rendering, in_turn
-from quire.tokenization.text_lengths import check_num_characters
+from quire.tokenization.text_lengths import check_num_characters, longest
 from quire.utils.fair_threads import FairThreads
 
 INLINE_CHARACTERS = 20_000
@@ -41,6 +41,7 @@ class FrontEndTexts:
         self._text_threads = FairThreads(MAX_LONG_TEXTS, "quire-text", long_size=LONG_WORK)
         self._chat_thread = FairThreads(1, "quire-chat", long_size=LONG_WORK)
         self.pictures = Pictures(front_end, self._text_threads)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._inline = asyncio.Lock()
         self._num_inline = 0
         """Characters read in this turn of the loop."""
@@ -87,6 +88,9 @@ class FrontEndTexts:
             raise UserError("this model has no tokenizer", param="prompt")
         size = sum(map(len, texts))
         check_num_characters(size, inputs.max_model_len, "prompt")
+        if len(parts) > inputs.max_model_len:
+            message = f"{longest(inputs.max_model_len)}, and the prompt has {len(parts)} parts"
+            raise PromptTooLongError(message, param="prompt")
 
         def work() -> list[int]:
             for text in texts:
@@ -137,11 +141,14 @@ class FrontEndTexts:
         processes."""
         if size > INLINE_CHARACTERS:
             return await in_turn(self._text_threads, size, work)
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._inline, self._num_inline = loop, asyncio.Lock(), 0
         async with self._inline:  # in order of arrival
             if self._num_inline + size > INLINE_CHARACTERS:
                 await asyncio.sleep(0)  # behind _end_turn, and what else is ready
             if not self._num_inline:
-                asyncio.get_running_loop().call_soon(self._end_turn)
+                loop.call_soon(self._end_turn)
             self._num_inline += size + CALL_CHARACTERS
             return work()
 

@@ -81,7 +81,10 @@ def _array(value: Any, where: str) -> npt.NDArray[Any]:
     if hasattr(value, "detach"):  # a tensor
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value
-    found = np.asarray(value)
+    try:
+        found = np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{where}: {error}", param=where) from None
     if found.dtype.kind not in "iuf":
         raise UserError(f"{where}: an array or tensor of numbers is needed, or base64 of a stored one", param=where)
     return found
@@ -136,6 +139,9 @@ def _rebuilt(archive: zipfile.ZipFile, folder: str, call: Any) -> npt.NDArray[An
     function, ((persistent, (label, kind, key, _, count)), offset, shape, strides, *_) = call
     if (function, persistent, label) != ("torch._utils _rebuild_tensor_v2", _PERSISTENT, "storage"):
         raise ValueError("another call")
+    numbers = (offset, count, *shape, *strides)  # what is compared may be deep
+    if not isinstance(kind, str) or not isinstance(key, str) or not all(isinstance(each, int) for each in numbers):
+        raise ValueError("another tensor")
     if not key.isdecimal() or offset < 0 or min(shape, default=0) < 0:
         raise ValueError("another storage")
     values = np.frombuffer(archive.read(f"{folder}data/{key}"), _TYPES[kind])

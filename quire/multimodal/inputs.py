@@ -128,7 +128,7 @@ class ImageInputs:
             if given and is_video and self.videos is None:
                 raise UserError(f"{given[0].where}: {NO_VIDEOS}", param=given[0].where)
             if len(given) > limit:
-                where = given[max(limit, 1) - 1].where
+                where = given[limit].where
                 raise UserError(
                     f"{where}: at most {limit} {what} may be given in one prompt (limit_mm_per_prompt), "
                     f"not {len(given)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from contextlib import suppress
 
 from quire.config.parallel import ReplicaSet
@@ -20,24 +21,28 @@ class CommonMemory:
     def __init__(self, count: int) -> None:
         self._count = count
         self._descriptors: list[int] = []
+        self._lock = threading.RLock()
         self.generation = 0
         self.renew()
 
     def renew(self) -> None:
-        self.close()
-        self.generation += 1
-        self._descriptors.append(os.memfd_create("quire-replicas"))
-        os.truncate(self._descriptors[0], mmap.ALLOCATIONGRANULARITY)
-        for _ in range(self._count):
-            self._descriptors += os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with self._lock:
+            self.close()
+            self.generation += 1
+            self._descriptors.append(os.memfd_create("quire-replicas"))
+            os.truncate(self._descriptors[0], mmap.ALLOCATIONGRANULARITY)
+            for _ in range(self._count):
+                self._descriptors += os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def of_replica(self, number: int) -> ReplicaSet:
-        memory, *bells = (f"/proc/{os.getpid()}/fd/{each}" for each in self._descriptors)
+        with self._lock:
+            memory, *bells = (f"/proc/{os.getpid()}/fd/{each}" for each in self._descriptors)
         return ReplicaSet(number, memory, tuple(bells[::2]))
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.pop())
 
 
 class CommonSteps:

@@ -85,7 +85,8 @@ def read_answered(path: Path, *, is_ours: bool = False) -> list[AnsweredLine]:
 def unanswered(requests: Iterator[bytes], answered: list[AnsweredLine]) -> Iterator[bytes]:
     """Requests after the answered ones. Raises UserError if the answers belong to another file."""
     number = 0
-    for line in requests:
+    for index, whole in enumerate(requests):
+        line = whole if index else whole.removeprefix(BYTE_ORDER_MARK)
         if number < len(answered) and line.strip():
             if custom_id_of(line) != answered[number].custom_id:
                 raise UserError(f"resume: answer {number + 1} is to no request of the input file", param="resume")

@@ -148,13 +148,16 @@ class TagGrammar:
         if not isinstance(triggers, list) or not all(isinstance(each, str) and each for each in triggers):
             raise _error("triggers must be a list of non-empty strings")
         matches: dict[str, list[tuple[str, dict[str, Any]]]] = {trigger: [] for trigger in triggers}
-        lengths = sorted(set(map(len, matches)))
+        lengths, num_matches = sorted(set(map(len, matches))), 0
         for tag in tags:
             begin = _string(tag, "begin")
             shorter = lengths[: bisect_right(lengths, len(begin))]
             known = [begin[:length] for length in shorter if begin[:length] in matches]
             if not known:
                 raise _error("each tag must begin with one of the triggers")
+            num_matches += len(known)
+            if num_matches > MAX_PARTS:
+                raise _error(f"it has more than {MAX_PARTS} parts")
             for trigger in known:
                 matches[trigger].append((begin[len(trigger) :], tag))
         choices = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,10 +18,11 @@ from quire.config.options import EngineOptions
 from quire.engine import fleet as fleets
 from quire.engine import member
 from quire.engine.client import EngineClient
-from quire.engine.fleet import Fleet
+from quire.engine.fleet import MAX_STARTS, Fleet
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.messages import AddRequest, Call, CallResult
+from quire.engine.messages import AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.errors import EngineDeadError
+from quire.parallel.replica_memory import CommonMemory
 from quire.request import FinishReason
 from tests.engine.driving import add, call, stats, tokens_until_finished
 from tests.engine.fleets import PATIENCE, Gated, note, owners, wait_for
@@ -214,3 +217,45 @@ def test_a_start_while_the_engine_ends_is_answered_when_the_next_one_is_up(
     assert not member.search.has_suspects, "a stop is no death"
     gated.open()
     tokens_until_finished(fleet, "a", "b")
+
+
+def test_engines_that_others_end_as_they_start_are_not_failed_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replica 0 dies as replica 1 starts, more often than a start may fail; then both come up."""
+    monkeypatch.setattr(fleets, "PAUSE_SECONDS", 0.001)
+    num_deaths = MAX_STARTS + 2
+    starting = [threading.Event() for _ in range(num_deaths + 1)]
+
+    class Engine:
+        silence, stopped = 0.0, None
+
+        def __init__(self, number: int, turn: int) -> None:
+            self.number, self.turn, self.has_ended = number, turn, threading.Event()
+
+        @property
+        def ready(self) -> EngineReady:
+            if self.number and self.turn < num_deaths:
+                starting[self.turn].set()
+                assert self.has_ended.wait(PATIENCE)
+                raise EngineDeadError("it was ended")
+            return EngineReady(100, num_blocks=40, block_size=16, seconds={}, backend="")
+
+        def receive(self, timeout: float | None = None) -> EngineOutputs | None:
+            if not self.number and self.turn < num_deaths:
+                assert starting[self.turn].wait(PATIENCE)
+                raise EngineDeadError("it died")
+            assert not self.has_ended.wait(0.001 if timeout is None else min(timeout, 0.001))
+            return None
+
+        def send(self, *messages: object) -> None: ...
+
+        def shutdown(self, timeout: float = 0.0) -> None:
+            self.has_ended.set()
+
+    turns = [itertools.count(), itertools.count()]
+    starts: Any = [lambda _ready, _stats, number=number: Engine(number, next(turns[number])) for number in range(2)]
+    fleet = Fleet(starts, router="round-robin", common=CommonMemory(2))
+    try:
+        wait_for(lambda: all(member.is_up for member in fleet.members) and fleet.num_restarts > num_deaths)
+        assert not any(member.is_lost for member in fleet.members)
+    finally:
+        fleet.shutdown()

@@ -29,12 +29,12 @@ ALIKE = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 FOUR = {"tensor_parallel_size": 4, "decode_context_parallel_size": 4, "block_size": 4}
 SMALL = {"block_size": 4, "num_blocks_override": 48}
 """Blocks of two kinds of layers."""
-DRAFT_MODEL = {"speculative_config": {"model": "llama", "num_speculative_tokens": 3}}
+DRAFT_MODEL = {"speculative_config": {"model": "llama", "num_speculative_tokens": 3, "adaptive": False}}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "two steps in flight": ("one key head", {**ALIKE, "queue_depth": 2}),
     "in runs of four": ("one key head", {**ALIKE, "cp_kv_cache_interleave_size": 4}),
     "n-gram drafts": ("one key head", {**ALIKE, **NGRAMS, "queue_depth": 2}),
-    "suffix drafts": ("one key head", {**ALIKE, "speculative_config": {"method": "suffix"}}),
+    "suffix drafts": ("one key head", {**ALIKE, "speculative_config": {"method": "suffix", "adaptive": False}}),
     "a draft model": ("one key head", {**ALIKE, **DRAFT_MODEL, **SMALL, "queue_depth": 2}),
     "a head that reads layers": ("of a head", {**ALIKE, **EAGLE, **SMALL, "num_blocks_override": 100}),
     "swapped": ("one key head", {**ALIKE, "preemption_mode": "swap", "swap_space": "16MiB"}),

@@ -41,9 +41,11 @@ from tests.models.test_native_ranks import SharedRank
 from tests.simulator.test_exchange import CountingRank
 
 SHARED = "prefill_context_parallel_size"
-NGRAMS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
-MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
-EAGLE = {"speculative_config": {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3}}
+NGRAMS = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 1}
+}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}}
+EAGLE = {"speculative_config": {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3, "adaptive": False}}
 DEALT = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 WHOLE = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,7 +71,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "latents, tensor parallel": ("deepseek-v3.2", {SHARED: 2, "tensor_parallel_size": 2}),
     "drafts": ("qwen3", {SHARED: 2, "queue_depth": 2, **NGRAMS}),
-    "a draft model": ("qwen3", {SHARED: 2, "speculative_config": {"model": "llama", "num_speculative_tokens": 3}}),
+    "a draft model": (
+        "qwen3",
+        {SHARED: 2, "speculative_config": {"model": "llama", "num_speculative_tokens": 3, "adaptive": False}},
+    ),
     "a head of latents": ("a head", {SHARED: 2, **MTP, "queue_depth": 2}),
     "a head that reads layers": ("of a head", {SHARED: 2, **EAGLE}),
     "whole experts": ("qwen3-moe", {SHARED: 2, **WHOLE}),

@@ -158,7 +158,9 @@ def outcome(core: EngineCore, seed: int) -> dict[tuple[str, int], tuple[list[Any
 
 
 TWO_RANKS = {"tensor_parallel_size": 2}
-DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}}
+DRAFTS = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "prompt_lookup_min": 1}
+}
 SHARED = {"prefill_context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "three stages": ("qwen3", {}, {"pipeline_parallel_size": 3}),
@@ -196,7 +198,7 @@ def test_random_schedules(model_path: Path, tmp_path: Path, layout: str) -> None
         model_path = save(randomize(FAMILIES[model]()), tmp_path)
     if "of a model" in layout:
         draft = changed(model_path, tmp_path / "draft", noisy)
-        dealt = {**dealt, "speculative_config": {"model": str(draft), "num_speculative_tokens": 3}}
+        dealt = {**dealt, "speculative_config": {"model": str(draft), "num_speculative_tokens": 3, "adaptive": False}}
     found: list[list[Any]] = []
     num_accepted = 0
     for options in (plain, dealt):

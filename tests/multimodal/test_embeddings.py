@@ -61,6 +61,13 @@ class Evil:
         return print, ("run",)
 
 
+def deep_shape(levels: int) -> bytes:
+    """Pickle of a tensor whose shape is two tuples that share their parts: comparing them takes 2 ** levels."""
+    deep = b"K\x01" + b"q\x00h\x00\x86" * levels
+    storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x04tQ"
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + 2 * deep + b"\x86K\x01K\x01\x86tR."
+
+
 @pytest.mark.parametrize(
     ("features", "grid", "message", "name"),
     [
@@ -82,6 +89,8 @@ class Evil:
         (zipped(data_pkl=bytes(2**15)), PATCHES, "as torch.save writes it", EMBEDS),
         (zipped(zipfile.ZIP_DEFLATED, data_pkl=bytes(2**12)), PATCHES, "as torch.save writes it", EMBEDS),
         ([object()], PATCHES, "array or tensor of numbers", EMBEDS),
+        ([[1.0], [1.0, 2.0]], PATCHES, "inhomogeneous", EMBEDS),
+        (zipped(data_pkl=deep_shape(60)), PATCHES, "as torch.save writes it", EMBEDS),
     ],
 )
 def test_errors_name_the_field(

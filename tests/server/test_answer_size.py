@@ -170,13 +170,15 @@ async def test_prompts_of_many_parts_are_read_at_once(served: Served, monkeypatc
         return encode(self, *arguments)
 
     monkeypatch.setattr(Tokenizer, "encode_batch", noted)
-    parts = [1, *["a"] * 1000]
+    parts = [1, *["ab"] * 250]
     error = await rejected(served, "/completion", {"prompt": parts, "n_predict": 1})
     assert "maximum context length" in error["message"]
     assert threading.main_thread() not in threads
     assert len(threads) == 1
     found = await served.engine.texts.encode_parts(["=a", 7, "", "b" * (INLINE_CHARACTERS // 100)])
     assert found == [*served.engine.tokenizer.encode("=a"), 7, *[65] * 200]  # type: ignore[union-attr]
+    error = await rejected(served, "/completion", {"prompt": [1, *[""] * 99_999], "n_predict": 1})
+    assert "the prompt has 100000 parts" in error["message"]
     biases = {"logit_bias": [["a", 1.0]] * 5000}
     assert "at most 4096" in (await rejected(served, "/completion", {"prompt": "a", **biases}))["message"]
 

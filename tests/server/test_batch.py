@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from quire.cli import run_batch as run_batch_command
 from quire.cli.main import main
 from quire.server.batch import NO_JSON, Pace, run_batch
-from quire.server.batch_lines import AnsweredLine, custom_id_of
+from quire.server.batch_lines import BYTE_ORDER_MARK, AnsweredLine, custom_id_of, unanswered
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 
@@ -137,6 +137,12 @@ async def test_a_file_as_an_editor_on_windows_writes_it(local: Served, mark: byt
     assert [each["response"]["body"]["choices"][0]["text"] for each in found] == ["0", "1"]
     assert [each["custom_id"] for each in found] == ["r0", "r1"]
     await local.until_idle()
+
+
+def test_a_byte_order_mark_before_a_blank_line() -> None:
+    lines = [BYTE_ORDER_MARK + b"\n", b'{"custom_id": "a"}\n', b'{"custom_id": "b"}\n']
+    assert list(unanswered(iter(lines), [AnsweredLine("a", False)])) == lines[2:]
+    assert next(unanswered(iter(lines), [])).isspace()
 
 
 async def test_a_byte_order_mark_elsewhere_is_no_request(local: Served) -> None:

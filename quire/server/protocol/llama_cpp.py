@@ -152,7 +152,9 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
         """`logit_bias` as pairs; decimal keys are token ids."""
         given = self.logit_bias or {}
         pairs = (
-            given if isinstance(given, list) else [(int(k[:11]) if k.isdecimal() else k, v) for k, v in given.items()]
+            given
+            if isinstance(given, list)
+            else [(int(k.lstrip("0")[:11] or 0) if k.isdecimal() else k, v) for k, v in given.items()]
         )
         return [(key, NEVER if value is False else float(value)) for key, value in pairs]
 
