@@ -103,13 +103,13 @@ class WorkerDrafts:
         are_wanted = True
         if self._adapts:
             number = len(samples)
-            has_prompts = not len(plan.num_tokens) == number == sum(plan.num_tokens) - sum(plan.num_drafts)
-            if not has_prompts:
+            decodes_only = len(plan.num_tokens) == number == sum(plan.num_tokens) - sum(plan.num_drafts)
+            if decodes_only:
                 self._times.note(number, result.num_drafts, seconds)
             records = (samples[index].draft_record for index in result.found_drafts)
             chances = [self._chance if record is None else record.chance for record in records]
             self._times.set_price(number, chances, self.max_drafts)
-            are_wanted = has_prompts or not self._times.wants_plain(number)
+            are_wanted = not (decodes_only and self._times.wants_plain(number))
         note_found_drafts(samples, result, are_wanted=are_wanted)
 
 
